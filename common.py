@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import HfDeepSpeedConfig
 
-from machinery import adam, config_file, flags, folders, lora, patches, ranks, zero3
+from machinery import adam, config_file, flags, folders, lora, output_head, patches, ranks, zero3
 from machinery.zero3 import unwrap_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -199,9 +199,21 @@ def token_logprobs(logits, layout, wanted, temperature=1.0):
 
 def response_logprobs(model, layout, mask, temperature=1.0):
     """Log-probs (B, R), fp32, of the tokens where `mask` (B, R) is not 0, and 0 elsewhere."""
-    wanted = mask != 0
-    logits = response_logits(model, layout, wanted)  # (M, V)
-    return token_logprobs(logits, layout, wanted, temperature)
+
+    def numbers_of(logits, wanted):  # (m, V), bool (B, R)
+        return token_logprobs(logits, layout, wanted, temperature)
+
+    return numbers_of_tokens(model, layout, mask != 0, numbers_of)
+
+
+def numbers_of_tokens(model, layout, wanted, numbers_of):
+    """numbers_of(logits, wanted) of response_logits; where these are many, a part at a time.
+
+    numbers_of: must give each token its own numbers, and 0 where `wanted`, bool (B, R), is False.
+    """
+    with output_head.in_parts(model, wanted, numbers_of) as made:
+        logits = response_logits(model, layout, wanted)  # (M, V), or if `made` already the numbers
+    return logits if made else numbers_of(logits, wanted)
 
 
 def scatter_to(wanted, values):
@@ -285,7 +297,9 @@ def load_model(args, tokenizer=None, value_head=None):
     elif args.zero_stage == 3:
         whole = flags.with_flags(args, tensor_parallel_size=1)  # layers are split later
         partitioned = HfDeepSpeedConfig(ds_config(whole, 1))
+        patches.compare_whole_weights()
         model = source.read(kind, **options)
+        patches.forget_unused_names(model)
     else:
         model = source.read(kind, device_map=zero3.loading_device(args), **options)
     model.own_dropout = source.own_dropout  # for config.json: --dropout is of this run alone
@@ -301,6 +315,7 @@ def load_model(args, tokenizer=None, value_head=None):
     lora.merge_adapters(model, source.adapters)
     del partitioned  # transformers has a weak reference only: it partitions nothing from here on
     lora.add_adapters(model, args, source.path, source.head)  # --lora_dim
+    model.ends_with_head = not value_head and output_head.ends_with_head(model)
     # With adapters DeepSpeed 0.19.8 frees whole layers too early.
     if args.zero_stage == 3 and not args.deepcompile and not args.lora_dim:
         zero3.gather_layers_whole(model)

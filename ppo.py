@@ -670,14 +670,18 @@ def actor_forward(args, actor, batch):
     Entropy has a gradient only if --entropy_coef trains on it, which costs memory. Otherwise it is
     computed once, for the log.
     """
-    wanted = batch.response_mask > 0
-    logits = common.response_logits(actor, batch, wanted)  # (M, V)
-    logprobs = common.token_logprobs(logits, batch, wanted, args.temperature)
+    mask, temperature = batch.response_mask, args.temperature
     if batch.entropy is not None and not args.entropy_coef:
-        return logprobs, batch.entropy
-    with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef != 0):
-        entropy = common.scatter_to(wanted, common.entropy(logits, args.temperature))
-    return logprobs, entropy
+        return common.response_logprobs(actor, batch, mask, temperature), batch.entropy
+
+    def numbers_of(logits, wanted):  # (m, V), bool (B, R)
+        logprobs = common.token_logprobs(logits, batch, wanted, temperature)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and args.entropy_coef != 0):
+            entropy = common.scatter_to(wanted, common.entropy(logits, temperature))
+        return torch.stack([logprobs, entropy])  # (2, B, R)
+
+    logprobs, entropy = common.numbers_of_tokens(actor, batch, mask > 0, numbers_of)
+    return logprobs, entropy if args.entropy_coef else entropy.detach()
 
 
 def reward_model_scores(model, batch):
@@ -885,7 +889,7 @@ def main():
         args.actor_model_name_or_path, args, in_chats=sources.hold_chats
     )
     train, held_out = load_rows(args, sources, tokenizer, args.max_prompt_seq_len)
-    ppo_flags.check_models(args, tokenizer)
+    ppo_flags.check_models(args, tokenizer, sources.hold_chats)
     held_out = held_out.select(range(min(args.num_eval_prompts, len(held_out))))
     sizes = Sizes(args)
     steps = run.plan(tokenizer, train, held_out, sizes.prompts, sizes.batches_per_step)

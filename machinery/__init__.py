@@ -15,6 +15,7 @@ lora            --lora_dim
 saving          a folder that stock transformers loads
 config_file     ds_config.json and its monitors
 adam            the optimizer
+output_head     log-probs without all logits, where these are many
 zero3           the model in an engine: gathering, offloading, tensor parallelism
 ema             --enable_ema: an average of the weights
 patches         repairs of libraries, each with the version that needs it

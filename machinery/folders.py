@@ -35,7 +35,7 @@ class Source:
 
     path: str  # a folder, or a name on the hub
     base: str  # where the weights are: `path`, or what lies under the adapters there
-    adapters: list  # folders of LoRA's adapters, the outermost first
+    adapters: list  # folders of adapters, the outermost first
     has_weights: bool
     config: PreTrainedConfig
     own_dropout: dict  # {name: probability} as the model came: --dropout is this run's alone
@@ -52,16 +52,27 @@ class Source:
     def missing_weights(self, kind, **options):
         """Returns the names of the weights that `kind` needs and the folder lacks: a new head's.
 
-        All others are refused, and so are weights that the model has no place for. They are read
-        to `meta`, a device without memory: so every rank finds what is wrong, and before anything
-        is loaded. (transformers 5.24 compares nothing while it partitions weights for ZeRO-3.)
+        All others are refused, and so are weights that the model has no place for, or of another
+        shape. They are read to `meta`, a device without memory: so every rank finds what is wrong,
+        and before anything is loaded. (transformers 5.24 compares nothing while it partitions
+        weights for ZeRO-3.) With weights or without, `kind` must have a decoder for the config.
         """
+        own_code = getattr(self.config, "auto_map", None) or {}
+        known = type(self.config) in kind._model_mapping or kind.__name__ in own_code
+        # What scores may begin with an encoder, as T5 does: each token would see what follows.
+        if not known or (self.head and self.config.is_encoder_decoder):
+            words = f"{self.path}: {kind.__name__} has no decoder for {self.config.model_type}."
+            raise Refused("no-class", f"{words}\n  Take a causal model, such as Llama or Qwen.")
         if not self.has_weights:
             return {"score.weight"}
-        options.update(device_map="meta", output_loading_info=True)
+        options.update(device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
         words = f"the weights of {self.base} do not load"
         with refusing("unreadable-weights", words), ranks.unhurried():  # a download takes its time
             model, info = self.read(kind, **options)
+        for name, found, wanted in sorted(info["mismatched_keys"]):
+            sizes = f"{name} has the shape {[*found]} there, and {[*wanted]} in the model"
+            one = " A value head gives one number." if self.head else ""
+            raise Refused("unreadable-weights", f"{words}: {sizes}.{one}")
         missing, unused = info["missing_keys"], info["unexpected_keys"]
         head_is_new = self.head and (self.adapters or not is_scorer(self.config))
         wanted = missing - {"score.weight"} if head_is_new else missing
@@ -81,6 +92,10 @@ def resolve(args, tokenizer=None, value_head=None):
     path = args.model_name_or_path
     config = load_config(path, args.trust_remote_code)
     zero3.refuse_unless_split(path, config, args)
+    for part in (config, config.get_text_config()):  # what forwards return beside the logits
+        part.update(
+            {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
+        )
     dropout = own_dropout(config)
     if args.dropout is not None:
         config.update(dict.fromkeys(dropout, float(args.dropout)))
@@ -160,6 +175,10 @@ def load_config(path, trust_remote_code=False):
     *adapters, base = chain(path)
     own = [str(file) for folder in adapters for file in Path(folder).glob(CONFIG_BESIDE_ADAPTERS)]
     config = load_or_refuse([*own, base][0], AutoConfig, trust_remote_code=trust_remote_code)
+    by_peft = read_json(path, ADAPTER_CONFIG)
+    if by_peft.get("task_type") == "SEQ_CLS" and "score" in (by_peft.get("modules_to_save") or ()):
+        # a reward model, though the base, whose config this is, writes
+        config.update({"architectures": ["SequenceClassification"], "value_head_prefix": "score"})
     refuse_encoder(path, config)
     return config
 

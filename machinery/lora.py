@@ -112,26 +112,75 @@ class WithoutAdapters:
 
 
 def merge_adapters(model, adapters):
-    """Adds LoRA's adapters to `model`, those of the innermost folder first.
+    """Adds adapters to the weights of `model`, those of the innermost folder first.
 
-    adapters: folders in peft's format, as in Source. A value head that comes with them replaces
-    the model's.
+    adapters: folders in peft's format, as in Source. They are LoRA's, or of another kind that peft
+    can merge, and few outputs of the merged model are compared with the adapted one's. A value head
+    that comes with them replaces the model's.
     """
     for folder in reversed(adapters):
         import peft  # as above
 
-        with folders.refusing("unreadable-weights", f"the adapters in {folder} do not load"):
+        ends = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+        # An adapter of such a matrix comes with the matrix itself.
+        gathered = zero3.gathered_parameters([*{end.weight for end in ends}], modifier_rank=0)
+        words = f"the adapters in {folder} do not load (at --zero_stage 3 some kinds do not)"
+        with folders.refusing("unreadable-weights", words), gathered:
             config = peft.PeftConfig.from_pretrained(folder)
             config.task_type = None  # a causal LM's adapters are welcome in a value model
             # by itself peft reads them to the first GPU, on every rank
             outer = peft.PeftModel.from_pretrained(model, folder, config=config, torch_device="cpu")
             there = set(peft.load_peft_weights(folder, device="cpu"))
         wanted = set(peft.get_peft_model_state_dict(outer, save_embedding_layers=False))
-        folders.refuse_misfits(folder, wanted - there, there - wanted)
-        for layer in adapted_layers(outer).values():
-            with zero3.gathered_parameters([*layer.parameters()], modifier_rank=0):
-                layer.merge()
-        outer.unload().requires_grad_(True)
+        unused = there - wanted - outer.state_dict().keys()
+        folders.refuse_misfits(folder, wanted - there, unused)
+        kind = config.peft_type.value
+        words = f"the {kind} adapters in {folder} do not merge (take LoRA's, or a merged model)"
+        with folders.refusing("adapter-kind", words):
+            untie(model)
+            adapted = few_outputs(model)
+            for layer in tuned_layers(model):
+                with zero3.gathered_parameters([*layer.parameters()], modifier_rank=0):
+                    layer.merge()
+            outer.unload().requires_grad_(True)
+            difference = (few_outputs(model) - adapted).abs().mean()
+            if difference > torch.finfo(model.dtype).eps ** 0.5 * adapted.abs().mean():
+                raise ValueError("merged, the model has other outputs")
+
+
+def tuned_layers(model):
+    """Returns the layers of a model that have an adapter, of any kind that peft knows."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # as above
+
+    return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def untie(model):
+    """Gives the output matrix weights of its own if it, or the embedding, has an adapter.
+
+    Else what is merged into one of the two would change the other.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tuned = {embedding, output}.intersection(tuned_layers(model))
+    if output is not None and tuned and output.weight is embedding.weight:
+        with zero3.gathered_parameters([embedding.weight]):
+            own = torch.nn.Parameter(embedding.weight.clone())
+        getattr(output, "base_layer", output).weight = own
+
+
+@torch.no_grad()
+def few_outputs(model):
+    """Returns the logits of a few tokens; of a value model what its head sees.
+
+    NaN, which differs from nothing, where ZeRO-3's weights do not fit on each rank at once.
+    """
+    with zero3.gather_for_generation(model) as (_, synced):
+        if synced:
+            return torch.tensor(torch.nan)
+        ids = torch.arange(8, device=model.device)[None]  # (1, 8)
+        if model.can_generate():
+            return model(ids).logits.float()
+        return model.base_model(ids)[0].float()
 
 
 def merge_state(model, state):

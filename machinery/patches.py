@@ -9,8 +9,10 @@ import torch
 import torch.nn as nn
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
+
+from machinery import zero3
 
 
 def wait_at_most(minutes):
@@ -32,6 +34,32 @@ def save_stages_as_numbers():
     That could run any code, so that tools/export.py would refuse a run's own checkpoint.
     """
     ZeroStageEnum.__reduce_ex__ = lambda stage, _: (ZeroStageEnum, (int(stage),))
+
+
+def compare_whole_weights():
+    """Makes transformers compare weights whole before it ties them, also where ZeRO-3 has them.
+
+    A config may tie the output matrix to the embedding while the file holds another one, which
+    transformers (5.24) then uses. What ZeRO-3 has partitioned it takes for equal, as it sees two
+    empty tensors: at stage 3 alone the file's own matrix was dropped.
+    """
+
+    def equal(one, other):
+        with zero3.gathered_parameters([one, other]):
+            return torch.equal(one, other)
+
+    modeling_utils._tied_params_are_equal = equal
+
+
+def forget_unused_names(model):
+    """Has a model that ZeRO-3 partitioned saved under the names under which it was read.
+
+    transformers (5.24) reverses, when it saves, the renamings that it kept. Of those that matched
+    nothing in the file it keeps none at other stages, and all at stage 3: Gemma 3's weights were
+    saved under names that nobody knows.
+    """
+    found = getattr(model, "_weight_conversions", [])
+    model._weight_conversions = [renaming for renaming in found if renaming.was_used()]
 
 
 def mend_attention():

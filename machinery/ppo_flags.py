@@ -1,5 +1,7 @@
 """Declares ppo.py's flags beyond the papers', fills in what is left open, and checks its models."""
 
+import contextlib
+
 from machinery import flags, folders, ranks
 from machinery.refused import Refused
 
@@ -123,10 +125,11 @@ def rules_of_ppo(args):
 
 
 # ---- Models ----
-def check_models(args, tokenizer):
+def check_models(args, tokenizer, in_chats=False):
     """Ends with an error, before any model is loaded, if they do not fit each other.
 
-    All have one vocabulary, the actor writes, the judges score.
+    All have one vocabulary, the actor writes, the judges score. in_chats: the prompts are chats,
+    which the judges read as the actor's template renders them.
     """
     critics = [args.critic_model_name_or_path] if args.has_critic else []
     judges = args.reward_model_name_or_path
@@ -143,3 +146,13 @@ def check_models(args, tokenizer):
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             folders.refuse_other_kind(path, config, scores=True)
+            if in_chats and probe(other) not in (None, probe(tokenizer)):
+                words = f"{path} was trained on chats in another template than the actor's."
+                raise Refused("other-template", f"{words}\n  Run reward.py on the actor.")
+
+
+def probe(tokenizer):
+    """Returns a chat as the tokenizer's template renders it; None where it renders none."""
+    turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
+    with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)

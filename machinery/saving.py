@@ -44,6 +44,7 @@ def save_model(engine, tokenizer, folder, full_tensor=zero3.full_tensor, notes=N
         if adapters:
             save_adapters(model, state, aside, adapters)
         else:
+            note_ties(model)
             model.save_pretrained(aside, state_dict=lora.merge_state(model, state))
         model.config = training
         if scores:
@@ -85,6 +86,17 @@ def note_tokens(model, tokenizer, scores):
             model.generation_config = GenerationConfig(**special)
     for config in (model.config, model.config.get_text_config()):
         config.update({**ids, "pad_token_id": own_pad})
+
+
+def note_ties(model):
+    """Writes to the configs that the output matrix is not tied, if the model has one of its own.
+
+    The config that it came with may say otherwise, and vLLM, for one, then drops the matrix.
+    """
+    output = model.get_output_embeddings()
+    if output is not None and output.weight is not model.get_input_embeddings().weight:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def pad_token(tokenizer):

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 
+import peft
 import pyarrow
 import pyarrow.parquet
 import torch
@@ -216,6 +217,8 @@ def make_models(box):
         "m.content.split('</think>')[-1] }}\n{% endfor %}"
     )
     tokenizer.save_pretrained(changed("thinking"))
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(changed("talks_otherwise", judge))
     tokenizer = AutoTokenizer.from_pretrained(kit.TOKENIZER)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(99)
     tokenizer.save_pretrained(changed("instruct", judge))
@@ -262,6 +265,9 @@ def make_models(box):
         weights |= {f"{name}B.weight": torch.zeros(width, 2) for name in names}
         if layers:
             save_file(weights, folder / "adapter_model.safetensors")
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(actor), prompt)
+    model.save_pretrained(changed("adapts_prompts", box / "scratch"))
     adapted(changed("adapts_itself"), "adapts_itself")
     adapted(changed("adapts_scratch"), "scratch")
     # other architectures
@@ -280,3 +286,5 @@ def make_models(box):
         AutoModelForCausalLM.from_config(config).save_pretrained(box / name)
         AutoTokenizer.from_pretrained(kit.TOKENIZER).save_pretrained(box / name)
     (changed("bert_from_scratch", box / "bert") / "model.safetensors").unlink()
+    t5 = dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    transformers.T5Config(**vocabulary, **t5).save_pretrained(changed("t5", box / "scratch"))

@@ -220,6 +220,9 @@ encoder | reward --model_name_or_path bert | bert
 encoder | ppo --actor_model_name_or_path bert | bert
 encoder | ppo --reward_model_name_or_path bert | bert
 encoder | tools.talk bert | bert
+# what transformers has no decoder for, without weights
+no-class | sft --model_name_or_path t5 | t5
+no-class | reward --model_name_or_path t5 | t5
 too-long | sft --model_name_or_path actor --max_seq_len 257 | 256
 too-long | ppo --max_prompt_seq_len 200 --max_answer_seq_len 57 | 256
 no-eos | sft --model_name_or_path endless | eos_token
@@ -228,6 +231,9 @@ other-vocabulary | ppo --critic_model_name_or_path other | other
 other-vocabulary | ppo --reward_model_name_or_path judge other | other
 # another end of a response
 other-vocabulary | ppo --reward_model_name_or_path instruct | instruct
+# it would read chats in a template in which it was not trained
+other-template | ppo --actor_model_name_or_path thinking --data_path chat \
+    --reward_model_name_or_path talks_otherwise | talks_otherwise
 no-score-statistics | ppo --normalize_reward 1 | score_statistics \
     || left: variants/normalize-reward
 cannot-split-layers | RANKS=2 sft --model_name_or_path odd --tensor_parallel_size 2 --dtype bf16 | 3
@@ -303,6 +309,8 @@ missing-weights | sft --model_name_or_path adapts_1 | layers.1
 unused-weights | sft --model_name_or_path adapts_3 | layers.2
 unreadable-weights | sft --model_name_or_path adapts_wide | adapts_wide
 unreadable-weights | sft --model_name_or_path adapts_none | adapts_none
+# they are no weights of the model
+adapter-kind | sft --model_name_or_path adapts_prompts | PROMPT_TUNING
 missing-weights | ppo --reward_model_name_or_path scoreless | scoreless
 # it does not look at the mask of padding
 padding-changes-a-row | sft --model_name_or_path rwkv | rwkv

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
-from machinery import folders, lora, patches, rollout, zero3
+from machinery import folders, lora, output_head, patches, rollout, zero3
 
 PASSING = ("activations", "logits")  # of one model at a time
 PARTS = ("weights", "gradients", "optimizer", *PASSING, "KV cache", "buffers", "host")
@@ -38,6 +38,8 @@ class Model:
 
 def sizes_of(args, head=False):
     """Returns weights, trained (those that train), kept_by_row, shared (bytes), config of a model.
+
+    And in_parts: whether many logits are made in parts (machinery/output_head.py).
 
     args: its flags. It is built and run on a row of max_seq_len tokens, in tensors that have shapes
     and no data, and what autograd saves for the backward is added up. shared: what all layers save,
@@ -71,12 +73,13 @@ def sizes_of(args, head=False):
     with torch.device("meta"):  # where peft can add adapters
         model = kind.from_config(config, **options)
         lora.add_adapters(model, args, path, "score" if head else None)
+        in_parts = not head and output_head.ends_with_head(model)
     trained = zero3.count_parameters(model, training=True)
     text = config.get_text_config()
     shared = [key for key in saved if times[key] >= max(text.num_hidden_layers, 4)]
     kept, shared = (sum(saved[key].nbytes() for key in keys) for keys in (saved, shared))
     counts = dict(weights=weights, trained=trained, kept_by_row=kept, shared=shared)
-    return SimpleNamespace(**counts, config=text)
+    return SimpleNamespace(**counts, in_parts=in_parts, config=text)
 
 
 def count(args, models, ranks, cpu=False):
@@ -90,7 +93,8 @@ def count(args, models, ranks, cpu=False):
         optimizer    12 T: fp32 copy and two moments, / N from stage 1; at stage 0 in fp32 8 T
         activations  what autograd keeps; with checkpointing w * rows * tokens * hidden a layer,
                      one layer whole [Chen 2016], and what all layers share
-        logits       w * rows * tokens * vocabulary, and their gradient
+        logits       w * rows * tokens * vocabulary, and their gradient; where these are many, of a
+                     part of the tokens, and the matrix's gradient in fp32
         KV cache     its numbers of a token * w * rows * tokens
         buffers      of reduction; what stage 3 gathers; in `update` copies of gradients
     """
@@ -149,8 +153,12 @@ def held_by(model, phase, ranks, cpu, zero):
         parts["activations"] = kept if phase == "train" else layer
         if not model.head:
             numbers = rows * (model.with_logits or tokens) * config.vocab_size
+            if sizes.in_parts and 4 * numbers >= output_head.MANY:
+                numbers = output_head.PART // 4
+                learns = phase == "train" and not args.lora_dim
+                parts["logits"] = 4 * config.vocab_size * config.hidden_size * learns
             chunk = common.CPU_CHUNK if cpu else common.GPU_CHUNK
-            parts["logits"] = 2 * w * numbers + 2 * min(chunk, 4 * numbers)
+            parts["logits"] += 2 * w * numbers + 2 * min(chunk, 4 * numbers)
         reduces = phase == "train" and stage in (1, 2) and not cpu
         buffers += gathered + (buckets if reduces else 0)
     elif phase == "update" and model.trains:

@@ -15,6 +15,8 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from transformers import integrations
+from transformers.distributed import sharding_utils
 
 from machinery import patches
 
@@ -108,3 +110,12 @@ def test_both_engines_skip_where_one_overflows(dtype, boundary):
         both = dtype == "fp16" and boundary
         found = [engine.optimizer.has_overflow() for engine in engines]
         assert found == [overflows, overflows and both]
+
+
+def test_transformers_neither_gathers_nor_forgets_what_zero_3_has_partitioned():
+    """What the two repairs keep right: test_each_stage_takes_the_files_output_matrix and
+    test_weights_are_saved_under_the_names_that_they_had."""
+    compares = inspect.getsource(sharding_utils._tied_params_are_equal)
+    assert "Gathered" not in compares, "it gathers now: compare_whole_weights may go"
+    loads = inspect.getsource(integrations.deepspeed._load_state_dict_into_zero3_model)
+    assert "was_used" not in loads, "it forgets now: forget_unused_names may go"
