@@ -153,26 +153,6 @@ def test_the_ranges_of_healthy_runs_are_those_of_their_files():
     )
 
 
-def test_the_keys_show_the_classs_own_run():
-    """Its rows in two tables; the other rows are of runs whose files are not kept."""
-
-    def of(metric, which, digits):
-        found = [*figures.series("healthy/1", "ppo", metric).values()]
-        number = {"first": found[0], "last": found[-1], "mean": sum(found) / len(found)}[which]
-        return f"{number:.{digits}f}"
-
-    keys = (kit.ROOT / "course/keys.md").read_text()
-    start, end = (
-        [of("eval_gold", at, 3), of("eval_reward", at, 2), of("eval_response_length", at, 1)]
-        for at in ("first", "last")
-    )
-    row = [start[0], *end[:2], of("eval_kl", "last", 2)]
-    row += [of(name, "mean", 2) for name in ("advantage_std", "explained_variance")]
-    assert f"| 0.95 | {' | '.join(row)} |" in keys
-    assert f"| before all of them | {' | '.join(start)} |" in keys
-    assert f"| the judge alone | {' | '.join(end)} |" in keys
-
-
 def patch():
     import common
     import ppo

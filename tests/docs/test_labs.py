@@ -498,40 +498,6 @@ def test_the_pages_of_all_labs_are_up_to_date():
     assert blocks_of(LABS / "all.md") == [pages.overview(declared.LABS)]
 
 
-def test_no_page_is_written_for_a_program():
-    """Figures stand in generated blocks between two markers. No other comment is in a page. (In
-    slides a comment is what the speaker says.)"""
-    for page in [kit.ROOT / "README.md", *kit.ROOT.glob("*/**/*.md")]:
-        if {".venv", "output", "slides"}.isdisjoint(page.parts):
-            found = set(re.findall("<!--.*?-->", page.read_text(), re.S))
-            assert found <= {pages.BEGIN, pages.END}, page
-
-
-README = {  # a figure of README.md: its line, its column, and what it comes from
-    ("sft     eval_loss", 3): ("toy", "sft", "eval_loss"),
-    ("reward  eval_accuracy", 3): ("toy", "reward", "eval_accuracy"),
-    ("ppo     eval_gold", 3): ("toy", "ppo", "eval_gold"),
-    ("pass@1", 1): ("arithmetic", "pupil", "imitation"),
-    ("pass@1", 4): ("arithmetic", "pupil", "limit"),
-    ("pass@8", 1): ("arithmetic", "pupil", "imitation_pass_at_8"),
-    ("right by luck", 1): ("arithmetic", "pupil", "luck"),
-    ("tokens a response", 1): ("arithmetic", "pupil", "length"),
-}
-
-
-def test_the_figures_of_the_readme_come_from_files():
-    """Those that `make demo` and `make grpo` measure stand in one more page, or in none."""
-    text = (kit.ROOT / "README.md").read_text()
-    for (line, column), (recipe, *keys) in README.items():
-        shown = re.search(rf"^ +{line} +(.*)$", text, re.M)[1].split()[column - 1]
-        limits = json.loads((kit.ROOT / f"recipes/{recipe}/data/limits.json").read_text())
-        number = functools.reduce(dict.get, keys, limits)
-        assert shown == f"{number:.{len(shown.partition('.')[2])}f}", line
-    grpo = text.split("held-out sums")[1].split("\n\n")[0]
-    assert grpo in (kit.ROOT / "recipes/arithmetic/README.md").read_text()
-    assert f"{len([*kit.ROOT.glob('course/clinic/[0-9]*')])} broken runs" in text
-
-
 # --------------------------------------------------------------------------------------------------
 # Mistakes
 # --------------------------------------------------------------------------------------------------

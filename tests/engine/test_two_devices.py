@@ -8,7 +8,7 @@ import torch
 import common
 from machinery import shared_prompts
 from tests import kit, runs, two_devices
-from tests.two_devices import Mixed, OnDevice, device
+from tests.two_devices import OnDevice, device
 
 pytestmark = two_devices.needed
 GROUPED = "--advantage grpo --samples_per_prompt 2"
@@ -34,63 +34,6 @@ EACH = [
 WAITS = {"sft": (124, 23), "reward": (56, 29), "ppo": (778, 98), "ppo_grpo": (701, 105)}
 
 
-# --------------------------------------------------------------------------------------------------
-# The device itself
-# --------------------------------------------------------------------------------------------------
-HERE = torch.tensor([1.0, 2.0, 3.0])
-REFUSED = {
-    "two vectors": lambda there: HERE + there,
-    "a number from there": lambda there: HERE + there.sum(),
-    "a mask from here": lambda there: torch.where(HERE > 1, there, 0.0),
-    "places from there": lambda there: HERE[there.long() - 1],
-    "stacked numbers": lambda there: torch.stack([HERE.sum(), there.sum()]),
-    "a product": lambda there: HERE @ there,
-}
-TAKEN = {
-    "a number from here": (lambda there: there + torch.tensor(2.0), 0, 0),
-    "places from here": (lambda there: there[torch.tensor([0, 2])], 0, 1),
-    "copied there": (lambda there: HERE.to(device()), 0, 1),
-    "copied there, nobody waits": (lambda there: HERE.to(device(), non_blocking=True), 0, 0),
-    "made there": (lambda there: torch.zeros(3, device=device()) + there, 0, 0),
-    "a list": (lambda there: torch.tensor([1.0, 2.0, 3.0], device=device()) * there, 0, 1),
-    "item": (lambda there: there.sum().item(), 1, 0),
-    "tolist": (lambda there: there.tolist(), 1, 0),
-    "cpu": (lambda there: there.cpu(), 1, 0),
-    "if": (lambda there: 1 if there.any() else 0, 1, 0),
-    "a mask as an index": (lambda there: there[there > 1], 1, 0),
-    "nonzero": (lambda there: there.nonzero(), 1, 0),
-}
-
-
-def refused_and_taken():
-    found = {}
-    for name, function in REFUSED.items():
-        with two_devices.machine():
-            try:
-                function(HERE.to(device()))
-                found[name] = "taken"
-            except Mixed:
-                found[name] = "refused"
-    for name, (function, *_) in TAKEN.items():
-        with two_devices.machine() as count:
-            there = OnDevice(HERE.clone())
-            out = function(there)
-            on_device = isinstance(out, torch.Tensor) and out.device == device()
-            found[name] = on_device, sum(count.reads.values()), sum(count.copies.values())
-    return found
-
-
-def test_what_cuda_refuses_is_refused_and_waits_are_counted():
-    [found] = kit.on_ranks(refused_and_taken, 1)
-    assert {name: found[name] for name in REFUSED} == dict.fromkeys(REFUSED, "refused")
-    for name, (_, reads, copies) in TAKEN.items():
-        leaves = name in ("item", "tolist", "cpu", "if")
-        assert found[name] == (not leaves, reads, copies), name
-
-
-# --------------------------------------------------------------------------------------------------
-# Whole scripts
-# --------------------------------------------------------------------------------------------------
 def run_there(base, name, script, flags, plant=False):
     """Makes a run on the pretended device. Returns its exit code, waits for it and copies to it."""
     made = runs.run(script, f"{flags} --max_steps 2", zero=2)
@@ -116,7 +59,8 @@ def test_no_operation_mixes_devices(name):
     _, reads, copies = done.results[0]
     print(name, reads, copies)
     most = WAITS.get(name, (reads, copies))
-    assert 0 < reads <= most[0] and copies <= most[1]
+    for count, bound in zip((reads, copies), most):
+        assert 0.9 * bound <= count <= bound, "far fewer: does the device still see them?"
 
 
 def test_a_mix_in_a_script_is_seen():

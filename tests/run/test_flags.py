@@ -394,13 +394,28 @@ def test_only_a_judge_needs_the_actors_eos(monkeypatch):
             ppo_flags.check_models(args, actor)
 
 
-def test_what_ppos_flags_leave_open_follows_from_others():
-    args = get_args("ppo", "--advantage grpo --samples_per_prompt 4 --kl_in loss")
-    assert (args.has_critic, args.compares_groups, args.kl_estimator) == (False, True, "k3")
-    args = get_args("ppo", "--gradient_accumulation_steps 2")
-    assert (args.has_critic, args.kl_estimator, args.whiten) == (True, "k1", 1)
+GROUPS = "--samples_per_prompt 4 --advantage"
+FOLLOWS = {  # flags, and what they leave open: whiten, has_critic, has_reference, kl_estimator
+    "--gradient_accumulation_steps 2": (1, True, True, "k1"),
+    "--whiten 0 --kl_coef 0": (0, True, False, "k1"),
+    "--advantage reinforce --kl_coef 0 --log_kl 1": (1, False, True, "k1"),
+    f"{GROUPS} rloo": (0, False, True, "k1"),
+    f"{GROUPS} grpo --whiten 1 --kl_in loss": (1, False, True, "k3"),
+}
+
+
+@pytest.mark.parametrize("flags", FOLLOWS)
+def test_what_ppos_flags_leave_open_follows_from_others(flags):
+    """Only GAE has a critic. Where no KL is asked for there is no reference."""
+    args = get_args("ppo", flags)
+    found = args.whiten, args.has_critic, args.has_reference, args.kl_estimator
+    assert found == FOLLOWS[flags] and args.compares_groups == (GROUPS in flags)
     assert args.reward_model_name_or_path == [args.critic_model_name_or_path]
-    assert args.max_seq_len == 32 + 48 and args.rollout_batch_size == 64
+    assert args.max_seq_len == 32 + 48
+
+
+def test_the_sizes_and_judges_of_a_rollout_follow():
+    assert get_args("ppo", "--gradient_accumulation_steps 2").rollout_batch_size == 64
     assert get_args("ppo", "--reward_fn f.py:f").reward_model_name_or_path == []
     # states that live on the CPU do not move
     assert not get_args("ppo", "--offload_states --adam_offload").offload_states

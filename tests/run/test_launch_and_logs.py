@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import reward
 import sft
-from machinery import launch, metrics, ranks
-from machinery.run import show
+from machinery import launch, ranks
 from tests import kit, runs
 
 
@@ -105,14 +103,3 @@ def test_every_step_is_a_line_and_the_screen_shows_some(tmp_path):
     shown = {int(words[0]): words for words in shown if words and words[0].isdecimal()}
     assert [*shown] == [0, 3, 4, 5]
     assert all(shown[step][at] == f"{lines[step]['loss']:.4g}" for step in (3, 4, 5))
-
-
-@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, metrics.COLUMNS])
-def test_a_line_of_the_screen_fits_120_columns(capsys, columns):
-    """Legend and numbers stand under each other, and no two numbers run together."""
-    record = dict(dict.fromkeys(columns, -0.0123456), step=100_000, epoch=12.5)
-    show(dict(zip(columns, columns)), columns)
-    show(record, columns)
-    legend, line = capsys.readouterr().out.splitlines()
-    assert legend.split() == columns and len(line.split()) == len(columns)
-    assert len(legend) == len(line) <= 120

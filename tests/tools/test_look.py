@@ -15,7 +15,7 @@ import pytest
 
 from tests import kit
 from tools import look
-from tools.report import answers, numbers, page, pictures, plots, runs, samples, text, verdicts
+from tools.report import answers, numbers, page, pictures, runs, samples, text, verdicts
 
 
 # ---- What it computes ----
@@ -108,20 +108,6 @@ def test_one_spike_does_not_flatten_a_curve():
     held = values, [*values, 99], [-1, *values, 99], [7]
     scales = [pictures.scale_of(each)["value"] for each in held]
     assert scales == ["linear", "log", "symlog", "linear"]
-
-
-def test_of_very_many_metrics_some_are_drawn(tmp_path, monkeypatch):
-    """A metric for each of 3,000 prompts would take an hour to draw, and nobody would look."""
-    lines = [{"step": step, **{f"m{i}": step * i for i in range(9)}} for step in range(3)]
-    monkeypatch.setattr(pictures, "MOST", 3)
-    [(group, drawn, _, count)] = pictures.curves([run_with(tmp_path, metrics=lines)])
-    assert (group, len(drawn), count) == ("others", 3, 8)
-
-
-def test_metrics_of_equal_values_are_one_curve():
-    """PPO's loss is its critic's where the policy loss is 0: two lines over each other hide one."""
-    columns = dict(loss=[0.5, 0.25], critic_loss=[0.5, 0.25 + 1e-8], kl=[0.5, 0.3])
-    assert pictures.alike(pandas.DataFrame(columns)) == [["loss", "critic_loss"], ["kl"]]
 
 
 def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
@@ -327,19 +313,6 @@ def test_where_the_rewards_of_tokens_are_wrong_that_comes_first(tmp_path):
     assert verdicts.judged(verdicts.rising, run)[1].endswith("the verdict on tokens.jsonl first.")
 
 
-def test_every_verdict_is_a_row_of_the_table_of_metrics():
-    """docs/metrics.md says what is healthy and what is sick; the page judges by some rows."""
-    words = (kit.ROOT / "docs/metrics.md").read_text()
-    words = words.split("## Healthy and sick")[1].split("## ")[0]
-    scripts = {"SFT": "sft", "reward model": "reward", "PPO": "ppo"}
-    stated = []
-    for stage, metrics in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", words, re.M)[2:]:
-        first = re.sub(r" \([^)]*\)", "", metrics).split(":")[0]  # "all: collapse, or ..."
-        stated.append((scripts[stage], first.replace("`", "")))
-    judged = [(script, metrics) for script, metrics, _ in verdicts.ROWS]
-    assert [row for row in stated if row in judged] == judged
-
-
 # ---- What it reads ----
 def make_run(folder, script="ppo", steps=12, response="So."):
     """Writes the files of a run, as if two evaluations had been made; returns its folder."""
@@ -431,27 +404,6 @@ def test_the_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     with kit.refuses("foreign-page"):
         look.main([str(tmp_path)])
     assert (tmp_path / "report.html").read_text() == "my report"
-
-
-def test_what_belongs_together_is_in_one_panel(tmp_path, monkeypatch):
-    """Of curves.png: reward with gold, chosen with rejected, each with what is held out, and one
-    limit a panel. A metric of one's own has a panel, too; whitened advantages, which sum to 0 but
-    for rounding, have none. A small learning rate is no noise."""
-    columns = dict(reward=[0, 1, 2], gold=[0, 1, 2], eval_reward=[0, 1, 2], eval_gold=[0, 1, 1])
-    columns |= dict(chosen_score=[0, 1, 2], rejected_score=[0, -1, -2], mine=[0, 2, 1])
-    columns |= dict(eval_rejected_score=[0, 1, 1], learning_rate=[1e-7, 2e-7, 1e-7])
-    run = run_of_words(tmp_path, columns | dict(actor_loss=[7e-9, -5e-9, 1e-8]))
-    run.limits, found = {"gold": 1.0, "eval_gold": 1.0}, []
-    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *_, **__: found.append(figure))
-    plots.draw(run, "a title")
-    drawn = {
-        axis.get_title(): [text.get_text() for text in axis.get_legend().get_texts()]
-        for axis in found[0].axes
-        if axis.get_visible()
-    }
-    assert drawn["reward and gold"] == ["reward", "eval_reward", "gold", "eval_gold", "limit 1"]
-    assert drawn["scores of chosen and rejected"][::2] == ["chosen_score", "eval_rejected_score"]
-    assert drawn["mine"] == ["mine"] and "learning rate" in drawn and len(drawn) == 4
 
 
 def test_a_picture_that_fails_costs_no_page(tmp_path, capsys):

@@ -345,18 +345,6 @@ def test_save_writes_what_sft_reads(flags, monkeypatch, tmp_path):
         assert formats.read_row(line).response == history[1]["content"]
 
 
-@pytest.mark.slow
-def test_a_dialogue_through_a_pipe(trained):
-    """The program itself, as a person starts it, from another folder than the project's."""
-    file = trained / "typed"
-    file.write_bytes(b"Who?\n/bad\nWhat\xff?\n")
-    program = [sys.executable, kit.ROOT / "tools/talk.py", "actor", "--reward", "judge"]
-    words = " ".join(map(str, [*program, *SHORT, "<", file]))
-    done = kit.start_command(["sh", "-c", words], cwd=trained)
-    assert done.code == 0 and done.out.count("(reward ") == 2, done
-    assert "no command /bad" in done.err and "Traceback" not in done.err
-
-
 # ---- The screen ----
 def test_a_model_cannot_write_to_the_terminal_itself(capsys):
     """Text is data: a random model writes escape sequences sooner or later."""
