@@ -151,7 +151,7 @@ every logged mean: test_what_updates_report_are_means_over_their_tokens
 each KL says: test_the_estimators_of_kl
 the score is: test_the_score_is_placed_on_eos_whatever_padding_is
 the first ratio: test_before_the_first_update_the_ratio_is_exactly_1
-else the run: test_the_gate_stops_a_run_whose_two_passes_disagree
+else the run: test_what_cannot_go_on_stops
 what was sampled: test_sampling_and_scoring_give_a_token_one_logprob
 what is generated: test_decoding_equals_the_plain_model
 with sharded weights: test_sharded_generation_equals_the_plain_model

@@ -343,26 +343,6 @@ def test_a_rollout_in_the_air_keeps_no_run_alive(client, tiny_model, tokenizer):
     assert engine.land()
 
 
-def test_a_folder_for_a_server_elsewhere_is_readable_as_umask_says(
-    client, tmp_path, other_server, monkeypatch
-):
-    """It may run as another user, and in another working directory. In memory, and for a server of
-    the run's own, the folder is private."""
-    monkeypatch.chdir(tmp_path)
-    umask = os.umask(0o027)
-    try:
-        for flags, mode in (
-            (dict(vllm_url=other_server.url, vllm_folder="."), 0o750),
-            (dict(vllm_url=other_server.url), 0o700),
-            (dict(vllm_folder="."), 0o700),
-        ):
-            folder = Path(client(**flags).folder)
-            assert folder.stat().st_mode & 0o777 == mode
-            assert (folder.parent == tmp_path) == ("vllm_folder" in flags)
-    finally:
-        os.umask(umask)
-
-
 BF16 = {"dtype": "bf16", "actor_lora_dim": 4}
 AT_URL = [  # what a server has, the run's flags, and how it is refused: the rule, and words
     ({}, {"max_seq_len": 99}, ""),

@@ -18,16 +18,15 @@ from tests import kit, runs
 # --------------------------------------------------------------------------------------------------
 # Starting
 # --------------------------------------------------------------------------------------------------
-def test_srun_without_an_address_is_refused(monkeypatch):
-    slurm = {"STEP_ID": "0", "PROCID": "0", "NTASKS": "2", "LOCALID": "0"}
+def test_srun_tells_each_rank_its_place(monkeypatch):
+    """(Without an address it is refused: tests/promises.py.)"""
+    slurm = {"STEP_ID": "0", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
-    environment["MASTER_ADDR"] = "host0"
+    environment |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
     monkeypatch.setattr(os, "environ", environment)
-    with kit.refuses("no-master-address"):
-        launch.fill_environment()
-    environment["MASTER_PORT"] = "29500"
     launch.fill_environment()
-    assert environment["WORLD_SIZE"] == "2" and environment["RANK"] == "0"
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    assert [environment[name] for name in names] == ["1", "2", "0"]
 
 
 def listens_on(args):

@@ -374,8 +374,6 @@ def test_runs_are_found_below_a_folder_each_once(tmp_path):
         make_run(tmp_path / name, script=Path(name).name)
     found = runs.find([tmp_path / "demo", tmp_path / "demo/ppo", tmp_path])
     assert [run.name for run in found] == ["demo/sft", "demo/ppo", "other/ppo"]
-    with kit.refuses("no-run"):
-        runs.find([tmp_path / "gone"])
 
 
 def test_a_run_that_lies_elsewhere_is_named_in_a_file(tmp_path):
@@ -449,13 +447,11 @@ def test_flags_that_differ_are_said_first(tmp_path, capsys):
 
 
 def test_out_may_be_any_name_and_nothing_is_read_from_a_pipe(tmp_path, monkeypatch):
-    """A pipe would hang, and a folder be a traceback. Names and texts are printed in whatever
-    characters the terminal has."""
+    """It would hang. Names and texts are printed in whatever characters the terminal has."""
     make_run(tmp_path / "ppo é")
     os.mkfifo(tmp_path / "pipe")
-    for out, rule in (("pipe", "foreign-page"), (".", "foreign-page"), ("no/such.html", "no-page")):
-        with kit.refuses(rule):
-            look.main([str(tmp_path), "--out", str(tmp_path / out)])
+    with kit.refuses("foreign-page"):
+        look.main([str(tmp_path), "--out", str(tmp_path / "pipe")])
     plain = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", plain)
     look.main([str(tmp_path / "ppo é")])

@@ -203,7 +203,7 @@ def test_a_prompt_that_is_too_long_keeps_its_end(flags):
 # ---- Files ----
 def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     """Every response is in --out, with its scores. The other columns reach the gold function. A
-    model against itself wins half, whatever it writes. A file that is there stays."""
+    model against itself wins half, whatever it writes."""
     rows = [{"prompt": f"What is {word}?", "answer": word} for word in ("a fox", "a hen", "it")]
     data = kit.write_lines(tmp_path / "data.jsonl", rows)
     gold, out, actor = tmp_path / "gold.py", tmp_path / "out.jsonl", trained / "actor"
@@ -215,9 +215,6 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     found = kit.read_lines(out)
     assert [line["prompt"] for line in found] == [row["prompt"] for row in rows] * 2
     assert [line["gold"] for line in found[:3]] == [5, 5, 2]
-    with kit.refuses("out-file"):
-        talk.main(job)
-    assert kit.read_lines(out) == found
 
 
 def test_prompts_are_those_held_out_and_a_template_takes_their_questions(tmp_path):
