@@ -54,3 +54,12 @@ def test_deepcompile_is_for_engines_that_train(monkeypatch):
     asked = "--deepcompile", "--dtype", "fp32"
     assert config(*asked)["compile"] == {"deepcompile": True}
     assert "compile" not in config(*asked, train=False)
+
+
+def test_a_layer_is_gathered_while_the_one_before_it_computes():
+    """DeepSpeed's coordinator gathers ahead until it has as many numbers. A layer of Llama-2-7B has
+    202 million: 4 x 4096^2 of attention, 3 x 4096 x 11008 of the MLP. With 5e7 q, k and v were
+    there, and the other 150 million were waited for."""
+    zero = config()["zero_optimization"]
+    layer = 4 * 4096**2 + 3 * 4096 * 11008
+    assert layer < zero["stage3_prefetch_bucket_size"] < zero["stage3_max_live_parameters"] - layer

@@ -413,20 +413,6 @@ def test_the_sizes_and_judges_of_a_rollout_follow():
     assert not get_args("ppo", "--offload_states --adam_offload").offload_states
 
 
-@pytest.mark.parametrize("rows, accumulation", [(32, 1), (16, 2), (8, 4), (1, 32)])
-def test_a_group_may_be_larger_than_a_micro_batch(rows, accumulation):
-    """Of 16 long responses a device may not hold the logits of more than one. The step is the same:
-    two prompts, 32 responses, one update."""
-    flags = f"""--advantage grpo --samples_per_prompt 16 --per_device_training_batch_size {rows}
-                --per_device_generation_batch_size {rows}
-                --gradient_accumulation_steps {accumulation}"""
-    sizes = ppo.Sizes(get_args("ppo", flags))
-    assert (sizes.responses, sizes.micro_batches, sizes.updates) == (32, accumulation, 1)
-    drawn = [[{"row": 0}] * sizes.prompts] * sizes.batches_per_step
-    groups = [request["group"] for request in sizes.requests(drawn)]
-    assert groups == [0] * 16 + [1] * 16
-
-
 @pytest.mark.parametrize("script, most", [("sft", 47), ("reward", 47), ("ppo", 86)])
 def test_help_opens_with_the_header_and_explains_every_flag(script, most, capsys):
     with pytest.raises(SystemExit) as stop:

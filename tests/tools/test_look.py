@@ -102,14 +102,6 @@ def test_two_steps_have_no_axis_in_common(tmp_path):
     assert [drawn[f"{s}: loss"]["unit"] for s in ("SFT", "PPO")] == ["nats a token", "no unit"]
 
 
-def test_one_spike_does_not_flatten_a_curve():
-    """The axis is logarithmic then, and the picture says so."""
-    values = [1 + i / 40 for i in range(40)]
-    held = values, [*values, 99], [-1, *values, 99], [7]
-    scales = [pictures.scale_of(each)["value"] for each in held]
-    assert scales == ["linear", "log", "symlog", "linear"]
-
-
 def test_two_runs_are_compared_prompt_by_prompt(tmp_path):
     """Of the last evaluations: what differs comes first."""
     for name, why in (("a", "So."), ("b", "Thus.")):
@@ -431,21 +423,6 @@ def test_one_prompt_is_answered_by_all_models(tmp_path):
         assert text.spoken(words) == words
 
 
-def test_flags_that_differ_are_said_first(tmp_path, capsys):
-    """Of runs of the same step. What one of them lacks is a flag that was added since, and what
-    each run has of its own is no difference."""
-    for name, flags in (("a", dict(kl_coef=0.05)), ("b", dict(kl_coef=0.1, new=1))):
-        args = dict(script="ppo", data_fingerprint="x", seed=1, output_dir=name, **flags)
-        (make_run(tmp_path / name) / "args.json").write_text(json.dumps(args))
-    make_run(tmp_path / "sft", script="sft")
-    look.main([str(tmp_path)])
-    said = capsys.readouterr().out
-    assert said.startswith("flags that differ between a, b:\n  kl_coef: 0.05, 0.1\n")
-    assert said.count("0.05") == 1 and "seed" not in said and "output_dir" not in said
-    words = (tmp_path / "report.html").read_text()
-    assert words.index("Which flags differ") < words.index("The steps") < words.index("Verdicts")
-
-
 def test_out_may_be_any_name_and_nothing_is_read_from_a_pipe(tmp_path, monkeypatch):
     """It would hang. Names and texts are printed in whatever characters the terminal has."""
     make_run(tmp_path / "ppo é")
@@ -457,17 +434,6 @@ def test_out_may_be_any_name_and_nothing_is_read_from_a_pipe(tmp_path, monkeypat
     look.main([str(tmp_path / "ppo é")])
     plain.flush()
     assert b"ppo \\xe9/report.html: 1 run" in plain.buffer.getvalue()
-
-
-def test_the_first_prompt_is_a_typical_one(tmp_path):
-    """Of three prompts one was answered right by luck already before: it is not shown first. The
-    rewards are 1/3 and 2/3 on average, and those of "Who?" are nearest to both."""
-    folder = make_run(tmp_path / "ppo")
-    rewards = {"Why?": (1, 1), "How?": (0, 0), "Who?": (0, 1)}
-    lines = [sample(p, "So.", own[i], 0, 9 * i) for i in (0, 1) for p, own in rewards.items()]
-    kit.write_lines(folder / "samples.jsonl", lines)
-    first, *_ = answers.asked(runs.find([tmp_path]))
-    assert first["prompt"] == "Who?"
 
 
 # ---- The page ----
@@ -515,17 +481,3 @@ def test_what_a_model_writes_is_text_and_the_page_opens_offline(tmp_path):
     assert "url(http" not in words and "@import" not in words
     tokens = json.loads(found.json)["runs"][1]["lines"][0]["tokens"]["text"]
     assert tokens[1] == text.visible(HOSTILE) and r"\x00\x1b[2J\u202e" in tokens[1]
-
-
-def test_the_page_of_a_large_run_is_small(tmp_path):
-    """20,000 steps with long responses and 48 of them magnified: below 2 MB."""
-    folder = make_run(tmp_path / "a", steps=20_000)
-    lines = [sample(f"{i}?", "Long. " * 400, 1, 1, s) for s in (0, 9) for i in range(500)]
-    kit.write_lines(folder / "samples.jsonl", lines)
-    row = dict(text=["word"] * 512, logprob=[0.12345678] * 512, kl=[0.5] * 512)
-    lines = [dict(sample("?", "", step=step), tokens=row) for step in [0, 5, 11] * 16]
-    kit.write_lines(folder / "tokens.jsonl", lines)
-    [run] = runs.find([tmp_path])
-    assert len(page.page("large", [run], []).encode()) < 2_000_000
-    lines = samples.bounded(run.tokens, 4_500)
-    assert {0, 11} <= {line["step"] for line in lines} and len(lines) <= 9
