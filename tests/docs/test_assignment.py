@@ -172,15 +172,13 @@ def test_a_mistake_loses_points_where_it_is(name, old, new, words):
 
 def test_every_student_has_numbers_of_their_own():
     """So an answer that is copied from another's screen is of no use. They are the same each time,
-    and what the page shows of them is what the program prints."""
+    and the points are those of the page."""
     wrong = "token_rewards", "- kl_coef", "+ kl_coef"
     (_, [hint, *_]), again, (_, [other, *_]) = (
         graded(wrong[0], student, *wrong[1:]) for student in ("ada", "ada", "bo")
     )
     assert again[1][0] == hint != other
     page = (kit.ROOT / "course/assignment/README.md").read_text()
-    shown = "\n".join(["token_rewards     0 of  5", "    -1  " + hint.replace("\n", "\n        ")])
-    assert shown.replace("\n", "\n    ") in page
     said = dict(re.findall(r"\| `(\w+)` \| (\d+)(?= \|)", page))
     assert said == {name: str(most(name)) for name in make.FUNCTIONS}
     assert sum(map(most, CHECKS)) == 100 and f"{grade.LIMIT} seconds" in page

@@ -2,7 +2,6 @@
 healthy run sick, and what the pages say is what the files of the runs give."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -89,16 +88,12 @@ def test_nonsense_of_a_pretrained_model_is_to_be_watched(recipe):
 
 
 @pytest.mark.parametrize("case", clinic.CASES)
-def test_a_case_is_whole_and_its_figures_are_those_of_its_files(case):
-    """A symptom, three questions, and a solution whose table is made again; a small file, in which
-    no path of a machine stands."""
-    [page] = re.findall(rf"^## {case}: .*?(?=^## |\Z)", CASES, re.M | re.S)
-    solution = CLINIC / f"solutions/{case}.md"
-    assert f"{pages.BEGIN}\n{figures.of_case(case)}\n{pages.END}" in solution.read_text()
-    assert re.findall(r"^(\d)\. ", page, re.M) == ["1", "2", "3"]
-    assert f"](solutions/{case}.md)" in page
-    heads = re.findall(r"^\*\*(.+?)\.\*\*", solution.read_text(), re.M)
-    assert len(heads) == 6 and "https://" in solution.read_text()
+def test_a_cases_figures_are_those_of_its_files(case):
+    """A symptom, and a solution whose table is made again; a small file, in which no path of a
+    machine stands."""
+    solution = (CLINIC / f"solutions/{case}.md").read_text()
+    assert f"{pages.BEGIN}\n{figures.of_case(case)}\n{pages.END}" in solution
+    assert f"\n## {case}: " in CASES and f"](solutions/{case}.md)" in CASES
     [file] = [file for file in (CLINIC / case).rglob("*.*") if file.name != "report.html"]
     assert file.stat().st_size < 60_000 and '"/' not in file.read_text()
 

@@ -87,7 +87,6 @@ def test_the_pages_say_what_the_runs_showed():
     for name in variants.NAMES:
         page = (VARIANTS / name / "README.md").read_text()
         results = variants.results_of(name)
-        assert len(page.splitlines()) <= 65 and f"variants/run.py {name}" in page
         if results:
             lab = variants.lab_of(name, kit.ROOT)
             assert f"{pages.BEGIN}\n{pages.table(lab, results)}\n{pages.END}" in page, name

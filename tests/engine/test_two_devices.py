@@ -3,12 +3,9 @@ mixes devices, and the host waits for the device as seldom as here. (A wait empt
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
 import pytest
-import torch
 
 import common
-from machinery import shared_prompts
 from tests import kit, runs, two_devices
-from tests.two_devices import OnDevice, device
 
 pytestmark = two_devices.needed
 GROUPED = "--advantage grpo --samples_per_prompt 2"
@@ -67,25 +64,3 @@ def test_a_mix_in_a_script_is_seen():
     """A mask that is left on the CPU, where everything runs on CPU ranks."""
     done = ran("sft", plant=True)
     assert done.code and "Mixed: aten.masked_scatter" in done.err, done
-
-
-def shared_mask_of_many():
-    """Returns whether the mask of rows that share prompts lies on the device, and the most numbers
-    of a tensor that comes from the CPU."""
-    copied, own = [], torch.Tensor.to
-
-    def to(x, *given, **options):
-        copied.append(0 if isinstance(x, OnDevice) else x.numel())
-        return own(x, *given, **options)
-
-    with two_devices.machine(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", to)
-        rows = [{"prompt_ids": [5] * 40, "response_ids": [6] * 40} for _ in range(4)]
-        layout = shared_prompts.shared_rows(rows, 0, 2).to(device())
-        return layout.mask.device == device(), layout.mask.numel(), max(copied)
-
-
-def test_the_mask_of_shared_prompts_is_made_on_the_device():
-    """It has T^2 numbers a row: what is copied there is one number a token."""
-    ((there, size, copied),) = kit.on_ranks(shared_mask_of_many, 1)
-    assert there and size == 2 * 121**2 and copied == 2 * 121
