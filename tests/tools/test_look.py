@@ -305,6 +305,19 @@ def test_where_the_rewards_of_tokens_are_wrong_that_comes_first(tmp_path):
     assert verdicts.judged(verdicts.rising, run)[1].endswith("the verdict on tokens.jsonl first.")
 
 
+def test_every_verdict_is_a_row_of_the_table_of_metrics():
+    """docs/metrics.md says what is healthy and what is sick; the page judges by some rows."""
+    words = (kit.ROOT / "docs/metrics.md").read_text()
+    words = words.split("## Healthy and sick")[1].split("## ")[0]
+    scripts = {"SFT": "sft", "reward model": "reward", "PPO": "ppo"}
+    stated = []
+    for stage, metrics in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", words, re.M)[2:]:
+        first = re.sub(r" \([^)]*\)", "", metrics).split(":")[0]  # "all: collapse, or ..."
+        stated.append((scripts[stage], first.replace("`", "")))
+    judged = [(script, metrics) for script, metrics, _ in verdicts.ROWS]
+    assert [row for row in stated if row in judged] == judged
+
+
 # ---- What it reads ----
 def make_run(folder, script="ppo", steps=12, response="So."):
     """Writes the files of a run, as if two evaluations had been made; returns its folder."""
