@@ -201,6 +201,19 @@ def test_a_mark_comes_when_what_it_vouches_for_is_on_the_disk(tmp_path, monkeypa
     assert all("checkpoints/step-1/done" in files for files in seen)
 
 
+@pytest.mark.parametrize("step", [4, 5])
+def test_what_is_not_done_makes_room_for_the_next_checkpoint(tmp_path, step):
+    """The next save removes it, and takes its place if it is of the same step: none of its files is
+    left. (That a run passes it over, and says so: test_reliability.py.)"""
+    save(tmp_path, 2, keep=2)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-4").mkdir()
+    (folder / "step-4/rank9.pt").touch()
+    save(tmp_path, step, keep=2)
+    left = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert left == {f"step-{n}/{name}" for n in (2, step) for name in ("done", "rank0.pt")}
+
+
 # --------------------------------------------------------------------------------------------------
 # What --resume compares
 # --------------------------------------------------------------------------------------------------
