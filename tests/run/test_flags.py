@@ -1,6 +1,5 @@
 """Flags: what a script runs, and what overrides what. What is refused is in tests/promises.py."""
 
-import copy
 import json
 import re
 import shlex
@@ -367,8 +366,7 @@ def test_one_model_of_ppo_has_flags_as_other_scripts_have_them():
     assert critic.learning_rate == args.critic_learning_rate and "dropout" not in vars(args)
     assert declaring.of_role(args, "actor").zero_stage == args.zero_stage == 2
     assert declaring.stages_of(args) == {1, 2}
-    assert copy.deepcopy(args).declared == critic.declared and "declared" not in vars(args)
-    assert args.declared.script == "ppo" and "whiten" in args.declared.left_open
+    assert "declared" not in vars(args)
 
 
 def test_a_critic_may_have_another_eos(monkeypatch):
