@@ -504,20 +504,17 @@ def test_a_folder_in_memory_without_room_is_refused(client, tiny_model, tokenize
 def test_the_draws_belong_to_the_request(client, tiny_model, tokenizer, monkeypatch):
     """To (seed, step, row, sample) and a `turn`: not to the order in which threads ask, nor to the
     rank. Fillers, of rows below 0, have those of row 0."""
-    seeds, engine = [], client()
-    engine.version = "1"
+    engine, seeds = client(), []
 
-    def ask(path, body, forever):
-        seeds.append(body["sampling_params"]["seed"])
-        answer = {"token_ids": [1], "logprobs": {"content": []}, "finish_reason": "stop"}
-        return {"choices": [{**answer, "weight_versions": [{"version": "1"}]}]}
+    def note(path, body=None):
+        if path == vllm.GENERATE:
+            seeds.append(body["sampling_params"]["seed"])
 
-    monkeypatch.setattr(engine, "ask", ask)
-    params = engine.sampling_params(tokenizer, tiny_model.config)
+    noting(monkeypatch, engine, "ask", note)
     keys = [(1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (1, -3, 0, 0)]
     for step, row, sample, turn in keys:
-        request = dict(prompt_ids=[7], row=row, sample=sample, turn=turn)
-        engine.sample(request, step, params)
+        asked = [dict(prompt_ids=[7], row=row, sample=sample, turn=turn)]
+        roll_out(engine, tiny_model, tokenizer, asked, step)
     *different, filler = seeds
     assert len({*different}) == 5 and filler == seeds[0]
     assert all(0 <= seed < 2**63 for seed in seeds)
