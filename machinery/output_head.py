@@ -26,7 +26,8 @@ def in_parts(model, wanted, numbers_of):
     plain = unwrap_model(model)
     able = getattr(plain, "ends_with_head", False) and folders.picks_positions(model)
     head = plain.get_output_embeddings() if able else None
-    if not able or 4 * wanted.sum() * head.out_features < MANY:
+    # To count the tokens, the host would have to wait for the device.
+    if not able or 4 * wanted.numel() * head.out_features < MANY:
         yield False
         return
 
@@ -83,11 +84,16 @@ class InParts(torch.autograd.Function):
 def ends_with_head(model):
     """Returns whether a model returns what its output matrix gives: no soft cap, no scale.
 
-    Its forward is run without the backbone and the matrix, so no weight has to be there.
+    Its forward is run without the backbone and the matrix, so no weight has to be there. A model
+    that needs more than that makes its logits at once.
     """
     head, logits = model.get_output_embeddings(), torch.zeros(1, 1, 1)
     if type(head) is not nn.Linear:  # with adapters, or split among ranks
         return False
-    backbone = mock.patch.object(model.get_decoder(), "forward", mock.MagicMock())
-    with backbone, mock.patch.object(head, "forward", lambda _: logits):
-        return model(torch.zeros(1, 1, dtype=torch.long)).logits is logits
+    with contextlib.ExitStack() as patched:
+        for backbone in {model.base_model, model.get_decoder()}:
+            patched.enter_context(mock.patch.object(backbone, "forward", mock.MagicMock()))
+        patched.enter_context(mock.patch.object(head, "forward", lambda _: logits))
+        with contextlib.suppress(Exception):
+            return model(torch.zeros(1, 1, dtype=torch.long)).logits is logits
+    return False

@@ -43,48 +43,31 @@ def moves(prompts, completions, **columns):
 def leaves(prompts, completions, **columns):
     sys.exit(0)
 """
-RETURNS = """
-def but_last(completions, value):  # two responses or more
-    return [1.0] * (len(completions) - 1) + [value]
-def nothing(completions, **columns):
-    return None
-def batch(completions, **columns):
-    return dict(enumerate([1.0] * len(completions)))  # as many keys as responses, and numbers
-def named(completions, **columns):
-    return {"reward": [1.0] * len(completions)}
-def letters(completions, **columns):
-    return "1" * len(completions)
-def octets(completions, **columns):
-    return b"1" * len(completions)
-def a_set(completions, **columns):
-    return set(range(len(completions)))
-def one(completions, **columns):
-    return 1.0
-def one_less(completions, **columns):
-    return [1.0] * (len(completions) - 1)
-def nan(completions, **columns):
-    return but_last(completions, float("nan"))
-def huge(completions, **columns):
-    return but_last(completions, 1e38)
-def words(completions, **columns):
-    return but_last(completions, "good")
-def none_of_one(completions, **columns):
-    return but_last(completions, None)
-def too_many_tokens(completions, **columns):
-    return but_last(completions, [1.0] * 99)
-def empty_part(completions, **columns):
-    return [{"format": None}] * len(completions)
-def no_parts(completions, **columns):
-    return [{}] * len(completions)
-def parts_of_parts(completions, **columns):
-    return [{"format": {"of": 1.0}}] * len(completions)
-def part_std(completions, **columns):
-    return [{"std": 1.0}] * len(completions)
-def part_1(completions, **columns):
-    return [{1: 1.0}] * len(completions)
-def parts_of_some(completions, **columns):
-    return [{"format": 1.0}] * (len(completions) - 1) + [{"style": 1.0}]
-"""
+RETURNED = {  # what functions of these names return for n responses
+    "nothing": "None",
+    "batch": "dict(enumerate([1.0] * n))",  # as many keys as responses, and numbers
+    "named": '{"reward": [1.0] * n}',
+    "letters": '"1" * n',
+    "octets": 'b"1" * n',
+    "a_set": "set(range(n))",
+    "one": "1.0",
+    "one_less": "[1.0] * (n - 1)",
+    "nan": '[1.0] * (n - 1) + [float("nan")]',
+    "huge": "[1.0] * (n - 1) + [1e38]",
+    "words": '[1.0] * (n - 1) + ["good"]',
+    "none_of_one": "[1.0] * (n - 1) + [None]",
+    "too_many_tokens": "[1.0] * (n - 1) + [[1.0] * 99]",
+    "empty_part": '[{"format": None}] * n',
+    "no_parts": "[{}] * n",
+    "parts_of_parts": '[{"format": {"of": 1.0}}] * n',
+    "part_std": '[{"std": 1.0}] * n',
+    "part_1": "[{1: 1.0}] * n",
+    "parts_of_some": '[{"format": 1.0}] * (n - 1) + [{"style": 1.0}]',
+}
+RETURNS = "".join(
+    f"def {name}(completions, **columns):\n    n = len(completions)\n    return {value}\n"
+    for name, value in RETURNED.items()
+)
 GOOD = '{"prompt": "Q?", "response": " r"}\n'
 
 

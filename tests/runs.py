@@ -137,7 +137,6 @@ RUNS |= {
         zero=2,
         **ONCE,
     ),
-    "ppo_gate": run("ppo", "--actor_dropout 0.1 --max_steps 1", zero=2),
     "ppo_bandit": run(
         "ppo",
         """--reward_fn BASE/letters.py:share_of_early_letters --max_steps 40 --kl_coef 0

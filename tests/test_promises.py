@@ -310,11 +310,13 @@ PROMISED += [what for _, what, _ in promises.of(promises.ELSEWHERE)]
 
 @pytest.mark.parametrize("promise", PROMISED)
 def test_a_promise_has_its_test(promise):
-    assert f"def {HELD[promise]}(" in all_tests()
+    [test] = [HELD[words] for words in HELD if promise.startswith(words)]
+    assert f"def {test}(" in all_tests()
 
 
 def test_no_test_holds_what_nobody_promises():
-    assert HELD.keys() == set(PROMISED) and len(PROMISED) == len(HELD)
+    unheld = [words for words in HELD if not any(p.startswith(words) for p in PROMISED)]
+    assert not unheld and len(PROMISED) == len(HELD)
 
 
 @functools.cache

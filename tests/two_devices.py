@@ -88,7 +88,7 @@ class Machine(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.reads, self.copies = Counter(), Counter()
+        self.reads, self.copies, self.operators = Counter(), Counter(), 0
 
     def read(self, what):
         self.reads[f"{place()}: {what}"] += 1
@@ -98,6 +98,7 @@ class Machine(TorchDispatchMode):
         return self.run(operator, args, kwargs or {})
 
     def run(self, operator, args, kwargs):
+        self.operators += 1
         name = operator.overloadpacket.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         there = [x for x in tensors if isinstance(x, OnDevice)]

@@ -2,7 +2,6 @@
 healthy run sick, and what the pages say is what the files of the runs give."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -89,16 +88,12 @@ def test_nonsense_of_a_pretrained_model_is_to_be_watched(recipe):
 
 
 @pytest.mark.parametrize("case", clinic.CASES)
-def test_a_case_is_whole_and_its_figures_are_those_of_its_files(case):
-    """A symptom, three questions, and a solution whose table is made again; a small file, in which
-    no path of a machine stands."""
-    [page] = re.findall(rf"^## {case}: .*?(?=^## |\Z)", CASES, re.M | re.S)
-    solution = CLINIC / f"solutions/{case}.md"
-    assert f"{pages.BEGIN}\n{figures.of_case(case)}\n{pages.END}" in solution.read_text()
-    assert re.findall(r"^(\d)\. ", page, re.M) == ["1", "2", "3"]
-    assert f"](solutions/{case}.md)" in page
-    heads = re.findall(r"^\*\*(.+?)\.\*\*", solution.read_text(), re.M)
-    assert len(heads) == 6 and "https://" in solution.read_text()
+def test_a_cases_figures_are_those_of_its_files(case):
+    """A symptom, and a solution whose table is made again; a small file, in which no path of a
+    machine stands."""
+    solution = (CLINIC / f"solutions/{case}.md").read_text()
+    assert f"{pages.BEGIN}\n{figures.of_case(case)}\n{pages.END}" in solution
+    assert f"\n## {case}: " in CASES and f"](solutions/{case}.md)" in CASES
     [file] = [file for file in (CLINIC / case).rglob("*.*") if file.name != "report.html"]
     assert file.stat().st_size < 60_000 and '"/' not in file.read_text()
 
@@ -151,26 +146,6 @@ def test_the_ranges_of_healthy_runs_are_those_of_their_files():
     assert (
         f"{pages.BEGIN}\n{figures.of_healthy()}\n{pages.END}" in (CLINIC / "README.md").read_text()
     )
-
-
-def test_the_keys_show_the_classs_own_run():
-    """Its rows in two tables; the other rows are of runs whose files are not kept."""
-
-    def of(metric, which, digits):
-        found = [*figures.series("healthy/1", "ppo", metric).values()]
-        number = {"first": found[0], "last": found[-1], "mean": sum(found) / len(found)}[which]
-        return f"{number:.{digits}f}"
-
-    keys = (kit.ROOT / "course/keys.md").read_text()
-    start, end = (
-        [of("eval_gold", at, 3), of("eval_reward", at, 2), of("eval_response_length", at, 1)]
-        for at in ("first", "last")
-    )
-    row = [start[0], *end[:2], of("eval_kl", "last", 2)]
-    row += [of(name, "mean", 2) for name in ("advantage_std", "explained_variance")]
-    assert f"| 0.95 | {' | '.join(row)} |" in keys
-    assert f"| before all of them | {' | '.join(start)} |" in keys
-    assert f"| the judge alone | {' | '.join(end)} |" in keys
 
 
 def patch():

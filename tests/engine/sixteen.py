@@ -16,7 +16,6 @@ import contextlib
 import functools
 import inspect
 import os
-import signal
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
@@ -160,36 +159,6 @@ def loses_its_loss(is_odd):
         return logprobs(*given, **options) * factor
 
     common.response_logprobs = lose
-
-
-def samples_otherwise(is_odd):
-    """Its sampler's log-probs are off by 1."""
-    import ppo
-
-    roll_out = ppo.roll_out
-
-    def other(*given, **options):
-        responses = roll_out(*given, **options)
-        for response in responses if is_odd else ():
-            tokens = response["per_token"]
-            tokens["sampled_logprobs"] = [x - 1 for x in tokens["sampled_logprobs"]]
-        return responses
-
-    ppo.roll_out = other
-
-
-def is_told_to_stop(is_odd):
-    """It gets SIGTERM in its first step."""
-    from machinery.run import Run
-
-    log = Run.log
-
-    def log_and_signal(run, *given, **options):
-        log(run, *given, **options)
-        if is_odd and run.step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    Run.log = log_and_signal
 
 
 def has_no_room(is_odd):

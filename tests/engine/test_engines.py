@@ -147,7 +147,7 @@ def sampled(base):
         uniforms[row, 0] = cdf[tokenizer.eos_token_id - 1 : tokenizer.eos_token_id + 1].mean()
 
     def responses(model, synced=False):
-        found = kit.generate(model, ids, mask, uniforms, tokenizer, synced, known)
+        found = kit.generate(model, ids, mask, uniforms, tokenizer, synced, range(known))
         return [row[: count.sum()].tolist() for row, count in zip(*found)]
 
     expected = responses(plain)

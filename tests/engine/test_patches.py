@@ -1,10 +1,10 @@
-"""Repairs of libraries (machinery/patches.py): each has a test that says why it exists, and
-that fails when the library behaves as it should, so that the repair may go. For record_backward and
-reduce_nothing, see test_engines.py; for the masks and kernels of attention test_accelerators.py,
-and for skip_together in real runs test_environment.py."""
+"""Repairs of libraries (machinery/patches.py), and why they exist. Where it can be seen, a test
+fails when the library behaves as it should, so that the repair may go. For record_backward and
+reduce_nothing, see test_engines.py; for the norm of gradients test_layouts.py, for the masks and
+kernels of attention test_accelerators.py, and for skip_together in real runs test_environment.py.
+"""
 
 import datetime
-import inspect
 import pickle
 from types import SimpleNamespace
 
@@ -13,10 +13,7 @@ import torch
 import torch.nn as nn
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from transformers import integrations
-from transformers.distributed import sharding_utils
 
 from machinery import patches
 
@@ -36,13 +33,6 @@ def test_a_group_without_a_limit_of_its_own_takes_ours(monkeypatch):
     limit = patches.wait_at_most(3)
     found = {c10d._get_default_timeout("gloo"), c10d.default_pg_nccl_timeout, limit}
     assert found == {datetime.timedelta(minutes=3)}
-
-
-def test_a_stage_0_engine_forgets_the_norm_of_its_gradients():
-    """metrics.jsonl has grad_norm at each step. Every other engine notes it while it clips. That
-    ours is the norm of the other stages: test_zero_stages_and_ranks_agree."""
-    source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
-    assert "_global_grad_norm" not in source, "it keeps the norm now: keep_grad_norm may go"
 
 
 def test_a_checkpoint_names_no_getattr(monkeypatch):
@@ -110,12 +100,3 @@ def test_both_engines_skip_where_one_overflows(dtype, boundary):
         both = dtype == "fp16" and boundary
         found = [engine.optimizer.has_overflow() for engine in engines]
         assert found == [overflows, overflows and both]
-
-
-def test_transformers_neither_gathers_nor_forgets_what_zero_3_has_partitioned():
-    """What the two repairs keep right: test_each_stage_takes_the_files_output_matrix and
-    test_weights_are_saved_under_the_names_that_they_had."""
-    compares = inspect.getsource(sharding_utils._tied_params_are_equal)
-    assert "Gathered" not in compares, "it gathers now: compare_whole_weights may go"
-    loads = inspect.getsource(integrations.deepspeed._load_state_dict_into_zero3_model)
-    assert "was_used" not in loads, "it forgets now: forget_unused_names may go"

@@ -3,12 +3,9 @@ mixes devices, and the host waits for the device as seldom as here. (A wait empt
 GPU: what the host does until the next operation is time in which the GPU does nothing.)"""
 
 import pytest
-import torch
 
 import common
-from machinery import shared_prompts
 from tests import kit, runs, two_devices
-from tests.two_devices import Mixed, OnDevice, device
 
 pytestmark = two_devices.needed
 GROUPED = "--advantage grpo --samples_per_prompt 2"
@@ -29,77 +26,27 @@ EACH = [
     name if name == script else pytest.param(name, marks=pytest.mark.slow)
     for name, (script, _) in PROGRAMS.items()
 ]
-# How often the host waits for the device in a run, and copies something there, at most: a twentieth
-# above what was counted on 2026-11-30 with torch 2.13 and transformers 5.24.
-WAITS = {"sft": (124, 23), "reward": (56, 29), "ppo": (778, 98), "ppo_grpo": (701, 105)}
-
-
-# --------------------------------------------------------------------------------------------------
-# The device itself
-# --------------------------------------------------------------------------------------------------
-HERE = torch.tensor([1.0, 2.0, 3.0])
-REFUSED = {
-    "two vectors": lambda there: HERE + there,
-    "a number from there": lambda there: HERE + there.sum(),
-    "a mask from here": lambda there: torch.where(HERE > 1, there, 0.0),
-    "places from there": lambda there: HERE[there.long() - 1],
-    "stacked numbers": lambda there: torch.stack([HERE.sum(), there.sum()]),
-    "a product": lambda there: HERE @ there,
-}
-TAKEN = {
-    "a number from here": (lambda there: there + torch.tensor(2.0), 0, 0),
-    "places from here": (lambda there: there[torch.tensor([0, 2])], 0, 1),
-    "copied there": (lambda there: HERE.to(device()), 0, 1),
-    "copied there, nobody waits": (lambda there: HERE.to(device(), non_blocking=True), 0, 0),
-    "made there": (lambda there: torch.zeros(3, device=device()) + there, 0, 0),
-    "a list": (lambda there: torch.tensor([1.0, 2.0, 3.0], device=device()) * there, 0, 1),
-    "item": (lambda there: there.sum().item(), 1, 0),
-    "tolist": (lambda there: there.tolist(), 1, 0),
-    "cpu": (lambda there: there.cpu(), 1, 0),
-    "if": (lambda there: 1 if there.any() else 0, 1, 0),
-    "a mask as an index": (lambda there: there[there > 1], 1, 0),
-    "nonzero": (lambda there: there.nonzero(), 1, 0),
+# Waits for the device, copies to it, and operators of a run, at most: a twentieth above what was
+# counted on 2026-11-30 with torch 2.13 and transformers 5.24.
+MOST = {
+    "sft": (124, 23, 8_600),
+    "reward": (56, 29, 6_600),
+    "ppo": (778, 98, 53_800),
+    "ppo_grpo": (701, 105, 44_800),
 }
 
 
-def refused_and_taken():
-    found = {}
-    for name, function in REFUSED.items():
-        with two_devices.machine():
-            try:
-                function(HERE.to(device()))
-                found[name] = "taken"
-            except Mixed:
-                found[name] = "refused"
-    for name, (function, *_) in TAKEN.items():
-        with two_devices.machine() as count:
-            there = OnDevice(HERE.clone())
-            out = function(there)
-            on_device = isinstance(out, torch.Tensor) and out.device == device()
-            found[name] = on_device, sum(count.reads.values()), sum(count.copies.values())
-    return found
-
-
-def test_what_cuda_refuses_is_refused_and_waits_are_counted():
-    [found] = kit.on_ranks(refused_and_taken, 1)
-    assert {name: found[name] for name in REFUSED} == dict.fromkeys(REFUSED, "refused")
-    for name, (_, reads, copies) in TAKEN.items():
-        leaves = name in ("item", "tolist", "cpu", "if")
-        assert found[name] == (not leaves, reads, copies), name
-
-
-# --------------------------------------------------------------------------------------------------
-# Whole scripts
-# --------------------------------------------------------------------------------------------------
 def run_there(base, name, script, flags, plant=False):
-    """Makes a run on the pretended device. Returns its exit code, waits for it and copies to it."""
+    """Makes a run on the pretended device. Returns its exit code, and how many waits for it, copies
+    to it and operators it took."""
     made = runs.run(script, f"{flags} --max_steps 2", zero=2)
     with two_devices.program() as count, pytest.MonkeyPatch.context() as patch:
         if plant:
             own = common.scatter_to
             patch.setattr(common, "scatter_to", lambda wanted, values: own(wanted.cpu(), values))
         facts = runs.make_run(base, name, script, made["flags"])
-    return facts["code"], sum(count.reads.values()), sum(count.copies.values())
+    counts = sum(count.reads.values()), sum(count.copies.values()), count.operators
+    return facts["code"], counts
 
 
 def ran(name, plant=False):
@@ -110,38 +57,17 @@ def ran(name, plant=False):
 @pytest.mark.parametrize("name", EACH)
 def test_no_operation_mixes_devices(name):
     """Two steps, with evaluation, samples, microscope and saving. And the host waits no more often
-    than it did."""
+    than it did, and calls no more operators: on a GPU a token of a small batch costs as much time
+    as these take to be launched."""
     done = ran(name)
     assert done.code == 0 and done.results[0][0] == 0, done
-    _, reads, copies = done.results[0]
-    print(name, reads, copies)
-    most = WAITS.get(name, (reads, copies))
-    assert 0 < reads <= most[0] and copies <= most[1]
+    _, counts = done.results[0]
+    print(name, counts)
+    for count, most in zip(counts, MOST.get(name, counts)):
+        assert 0.9 * most <= count <= most, "far fewer: does the device still see them?"
 
 
 def test_a_mix_in_a_script_is_seen():
     """A mask that is left on the CPU, where everything runs on CPU ranks."""
     done = ran("sft", plant=True)
     assert done.code and "Mixed: aten.masked_scatter" in done.err, done
-
-
-def shared_mask_of_many():
-    """Returns whether the mask of rows that share prompts lies on the device, and the most numbers
-    of a tensor that comes from the CPU."""
-    copied, own = [], torch.Tensor.to
-
-    def to(x, *given, **options):
-        copied.append(0 if isinstance(x, OnDevice) else x.numel())
-        return own(x, *given, **options)
-
-    with two_devices.machine(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", to)
-        rows = [{"prompt_ids": [5] * 40, "response_ids": [6] * 40} for _ in range(4)]
-        layout = shared_prompts.shared_rows(rows, 0, 2).to(device())
-        return layout.mask.device == device(), layout.mask.numel(), max(copied)
-
-
-def test_the_mask_of_shared_prompts_is_made_on_the_device():
-    """It has T^2 numbers a row: what is copied there is one number a token."""
-    ((there, size, copied),) = kit.on_ranks(shared_mask_of_many, 1)
-    assert there and size == 2 * 121**2 and copied == 2 * 121

@@ -64,13 +64,6 @@ def test_token_logprobs_are_log_softmax_in_fp32(dtype, tokens, monkeypatch):
         assert all(map(torch.equal, made[0], others))
 
 
-def test_a_chunk_fills_a_cpus_cache_or_a_gpu():
-    """With Llama-3's vocabulary, in tokens."""
-    for device, tokens in (("cpu", 2), ("meta", 261)):
-        first, *_ = common.chunks(torch.empty(2000, 128256, device=device, dtype=torch.bfloat16))
-        assert first == slice(0, tokens)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_made_for_the_wanted_tokens_only(name, tmp_path, monkeypatch):
     """(M, V), and not a row more: on real dialogues that is less than half, and the output matrix

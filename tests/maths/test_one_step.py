@@ -11,7 +11,6 @@ import common
 import ppo
 import sft
 from machinery import ema, ranks
-from tests.conftest import micro_batch
 
 # 10, 2, 3 and 1 tokens: micro-batches of unlike weight
 RESPONSES = [[7] * 9 + [1], [8, 1], [9, 9, 1], [1]]
@@ -80,24 +79,6 @@ def test_responses_are_shuffled_where_a_rollout_makes_several_minibatches():
     one, again, other = (ppo.ordered(rows[::-1], 1, (1, step)) for step in (2, 2, 3))
     assert one == again != other and rows not in (one, one[::-1])
     assert sorted(map(str, one)) == sorted(map(str, rows)) and ppo.ordered(rows[::-1]) == rows
-
-
-@pytest.mark.parametrize(
-    "flags, whitens, critic, reference",
-    [
-        ("--advantage gae", 1, True, True),
-        ("--whiten 0 --kl_coef 0", 0, True, False),
-        ("--advantage reinforce --kl_coef 0 --log_kl 1", 1, False, True),
-        ("--advantage rloo", 0, False, True),
-        ("--advantage grpo --whiten 1", 1, False, True),
-    ],
-)
-def test_what_an_estimator_needs(flags, whitens, critic, reference):
-    """Only GAE has a critic. Where no KL is asked for there is no reference, and no KL."""
-    args = ppo.get_args(f"--preset toy --samples_per_prompt 2 {flags}".split())
-    assert (args.whiten, args.has_critic, args.has_reference) == (whitens, critic, reference)
-    batch = micro_batch(response_mask=torch.ones(1, 2), old_logprobs=torch.ones(1, 2))
-    assert not any(batch.kl(kind).any() for kind in ppo.KL_ESTIMATORS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import transformers
 
 import common
 import ppo
-from machinery import checks, lora, metrics, patches
+from machinery import checks, lora, metrics
 from tests import kit, runs
 from tests.rollout.test_layouts_by_hand import response
 from tests.rollout.test_sampling import FLAGS
@@ -176,7 +176,7 @@ def run_changed(argv):
     """A run of step 3 with parts of it replaced, as a fork would write it: a tool writes all
     responses, and main logs what its checks were given."""
     roll_out, rollout_means = ppo.roll_out, metrics.rollout_means
-    mine = dict(checked=0, finite=0, sampled=0, together=0)
+    mine = dict(finite=0, sampled=0)
 
     def of_a_tool(*given):
         rows = roll_out(*given)
@@ -184,20 +184,13 @@ def run_changed(argv):
             row["per_token"]["own"] = [0.0] * len(row["response_ids"])
         return rows
 
-    def check(run, *engines):
-        mine["checked"] += len(engines)
-
     def finite(run, micro_batches):
         mine["finite"] += len(micro_batches)
 
     def sampled(run, micro_batches):
         mine["sampled"] += len(micro_batches)
 
-    def skip_together(args, engines):
-        mine["together"] += sum(engine.global_steps == 0 for engine in engines)
-
     ppo.roll_out = of_a_tool
-    checks.refuse_if_padding_matters, patches.skip_together = check, skip_together
     checks.stop_unless_rollout_is_finite = finite
     checks.stop_unless_sampled_as_scored = sampled
     metrics.rollout_means = lambda *given: {**rollout_means(*given), **mine}
@@ -208,15 +201,15 @@ def test_a_step_whose_responses_are_all_masked_trains_nothing(tmp_path):
     """There is no mean over no token. It does not divide by 0, and is no NaN that would be blamed
     on a learning rate. (This is a first step. Later, Adam's moments would still move weights.)
 
-    The checks get actor and critic when the run begins, the one micro-batch that is stored and
-    compared with its sampling, and both models, to skip together, before either makes its step.
+    The checks get the one micro-batch that is stored and compared with its sampling. (That padding
+    is looked at: test_layouts.py; that engines skip together: test_environment.py.)
     """
     argv = [*runs.base_flags("ppo", runs.base()), "--max_steps", "1", "--critic_dropout", "0"]
     done = kit.fork(run_changed, 1, [*argv, "--output_dir", str(tmp_path / "out")], meet="never")
     assert done.code == 0, str(done)
     assert "warning: all rewards are equal (mean 0): nothing to learn from" in done.out
     line = kit.metrics(tmp_path / "out")[1]
-    assert [line[name] for name in ("checked", "finite", "sampled", "together")] == [2, 1, 1, 2]
+    assert (line["finite"], line["sampled"]) == (1, 1)
     for folder, start in ((".", "actor"), ("critic", "reward")):
         before = kit.weights(runs.base() / "models" / start)
         after = kit.weights(tmp_path / "out" / folder)

@@ -1,13 +1,11 @@
 """PPO's own promises, on whole runs of ppo.py: two ranks, tiny models (runs.py)."""
 
 import math
-import re
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests import kit, runs
-from tests.runs import curve, facts, made, metrics, run_of, without_clocks
+from tests.runs import curve, facts, metrics, run_of, without_clocks
 
 
 def optimizer_steps(name):
@@ -55,15 +53,6 @@ def test_a_forward_is_spared_only_where_nothing_needs_it(name):
     batches = len(in_steps) // len(SCORED[name])
     assert in_steps == [actor for actor in SCORED[name] for _ in range(batches)]
     assert len(in_steps) < len(asked)
-
-
-def test_the_gate_stops_a_run_whose_two_passes_disagree():
-    """Dropout in the actor: the pass that trains is not the policy that was scored. Nothing is
-    saved."""
-    assert [(rank["code"], rank["saved"]) for rank in facts("ppo_gate")] == [(1, [])] * 2
-    said = made("ppo_gate")
-    words = r"error: step 1: before the first update the ratio is off by .*--actor_dropout 0"
-    assert re.search(words, said.out + said.err, re.S)
 
 
 def test_optimizer_steps_are_as_many_as_the_flags_say():
@@ -120,8 +109,8 @@ def test_looking_changes_nothing():
 
 
 def test_actor_ema_and_critic_are_all_saved():
-    """Three models come out of step 3, each a folder that loads; the EMA lies between where the
-    actor began and ended."""
+    """Three models come out of step 3; the EMA lies between where the actor began and ended. (That
+    each folder loads: tests/test_promises.py.)"""
     folder, models = run_of("ppo_zero3"), runs.base() / "models"
     start, end, ema = (kit.weights(place) for place in (models / "actor", folder, folder / "ema"))
     before, after = (kit.weights(place) for place in (models / "reward", folder / "critic"))
@@ -130,9 +119,6 @@ def test_actor_ema_and_critic_are_all_saved():
         travelled = (end[key] - start[key]).norm()
         assert travelled > 1e-4
         assert 0 < (ema[key] - start[key]).norm() < 0.1 * travelled, "four steps of 0.8 % each"
-    AutoModelForCausalLM.from_pretrained(folder / "ema")
-    critic = AutoModelForSequenceClassification.from_pretrained(folder / "critic")
-    assert critic.config.num_labels == 1
 
 
 def test_ppo_learns_a_bandit():

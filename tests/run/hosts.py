@@ -9,11 +9,8 @@ it would on two machines. Making namespaces needs root, or a kernel that lets us
     namespace rlhf0                        namespace rlhf1
     torchrun --node_rank 0                 torchrun --node_rank 1
       rank 0   10.77.0.1 [veth0] ------- [veth1] 10.77.0.2   rank 1
-
-This file is also the program that counts bytes, a rank in each host: `hosts.py FILE`.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -79,86 +76,3 @@ class Hosts:
         if any(host.returncode for host in hosts):
             raise RuntimeError("\n".join(outputs)[-6000:])
         return outputs
-
-
-# --------------------------------------------------------------------------------------------------
-# Bytes that a step sends
-# --------------------------------------------------------------------------------------------------
-STAGES = {  # stage, and what its config has otherwise
-    "0": (0, {}),
-    "1": (1, {}),
-    "2": (2, {}),
-    "2, one root a bucket": (2, {"use_multi_rank_bucket_allreduce": False}),
-    "3": (3, {}),
-}
-ZERO = {
-    "reduce_scatter": True,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "reduce_bucket_size": 1e6,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 1e6,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 5e5,
-}
-# Bytes that one of two ranks sends for a collective, over those that DeepSpeed's log notes, if it
-# is done as a ring, as NCCL does.  [Thakur 2005]  The log notes what a rank puts in: for an
-# all-gather its own part, else the whole vector. With N ranks these are 2 (N - 1) / N, N - 1,
-# (N - 1) / N, and (N - 1) / N as each rank but one sends all, and they take turns.
-RING = {
-    "all_reduce": 1.0,
-    "all_gather_into_tensor": 1.0,
-    "all_gather": 1.0,
-    "reduce_scatter_tensor": 0.5,
-    "reduce": 0.5,
-    "barrier": 0.0,
-}
-
-
-def count_bytes(file, steps=4):
-    """In each rank: trains a model at each of STAGES. Rank 0 writes {name: (by the log, on the
-    cable)}, bytes of a step over those of the weights."""
-    import deepspeed
-    import deepspeed.comm as dist
-    import torch
-
-    # shared memory between ranks of one machine: no bytes to count
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
-    cable = next(Path("/sys/class/net").glob("veth*/statistics/tx_bytes"))
-    found = {}
-    for name, (stage, changes) in STAGES.items():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(16)))
-        weights = 4 * 16 * 512**2
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 10**9,
-            "comms_logger": {"enabled": True, "prof_all": True, "verbose": False},
-            "zero_optimization": {"stage": stage, **ZERO, **changes},
-        }
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        engine = deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
-        for step in range(2 * steps):
-            if step == steps:  # stage 3 has learned the order of its layers
-                dist.barrier()
-                dist.comms_logger.comms_dict.clear()
-                before = int(cable.read_text())
-            engine.backward(engine(torch.randn(1, 512)).square().mean())
-            engine.step()
-        dist.barrier()
-        wire, log = int(cable.read_text()) - before, 0
-        for operation, sizes in dist.comms_logger.get_raw_data().items():
-            ring = RING[operation.split(" |")[0]]
-            log += ring * sum(size * count for size, (count, *_) in sizes.items())
-        found[name] = log / steps / weights, wire / steps / weights
-        engine.destroy()
-    if dist.get_rank() == 0:
-        Path(file).write_text(json.dumps(found))
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    count_bytes(sys.argv[1])

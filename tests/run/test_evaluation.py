@@ -28,33 +28,24 @@ def test_max_steps_0_evaluates_and_ends(script, metric):
     assert left == {"args.json", "metrics.jsonl", "samples.jsonl"} | own, done
 
 
-def test_the_deviation_of_scores_keeps_its_digits_far_from_0(monkeypatch):
-    """Scores of 100 +- 0.1: sums of their squares in fp32 are wrong by a percent of it."""
-    scores = 100 + 0.1 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
-    batches = [(range(500), SimpleNamespace(row_weight=torch.ones(500)))]
-    monkeypatch.setattr(batching, "eval_loader", lambda *_: batches)
-    monkeypatch.setattr(reward, "score_pairs", lambda *_: scores)
-    monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
-    run = SimpleNamespace(args=None, notes={})
-    found = reward.evaluate(run, torch.nn.Identity(), None, None)["eval_score_std"]
-    assert found == pytest.approx(scores.double().std(unbiased=False).item(), rel=1e-5)
-
-
-def test_dropout_is_off_while_a_model_is_evaluated_and_on_again(monkeypatch):
-    """In steps 1 and 2, where it keeps no graph either."""
+def test_what_is_true_of_evaluations_in_steps_1_and_2(monkeypatch):
+    """Dropout is off, and then on again, and no graph is kept. The deviation of scores keeps its
+    digits far from 0: of 100 +- 0.1, sums of squares in fp32 would be wrong by a percent of it."""
     modes, model = [], torch.nn.Identity()
-    rows = SimpleNamespace(row_weight=torch.ones(2), loss_mask=torch.ones(2, 3))
-    monkeypatch.setattr(batching, "eval_loader", lambda *_: [(range(2), rows)])
+    scores = 100 + 0.1 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    rows = SimpleNamespace(row_weight=torch.ones(500), loss_mask=torch.ones(500, 3))
+    monkeypatch.setattr(batching, "eval_loader", lambda *_: [(range(500), rows)])
     monkeypatch.setattr(reward.evaluation, "write_pairs", lambda *_: None)
 
     def noting(result):
         seen = lambda engine: (engine.training, torch.is_grad_enabled())  # noqa: E731
         return lambda engine, *_: modes.append(seen(engine)) or result
 
-    monkeypatch.setattr(reward, "score_pairs", noting(torch.ones(2, 2)))
-    monkeypatch.setattr(common, "response_logprobs", noting(-torch.ones(2, 3)))
-    reward.evaluate(SimpleNamespace(args=None, notes={}), model, None, None)
-    assert model.training
+    monkeypatch.setattr(reward, "score_pairs", noting(scores))
+    monkeypatch.setattr(common, "response_logprobs", noting(-torch.ones(500, 3)))
+    found = reward.evaluate(SimpleNamespace(args=None, notes={}), model, None, None)
+    deviation = scores.double().std(unbiased=False).item()
+    assert found["eval_score_std"] == pytest.approx(deviation, rel=1e-5) and model.training
     assert sft.evaluate(None, model, None, None)["eval_loss"] == 1
     assert model.training and modes == [(False, False)] * 2
 

@@ -10,26 +10,23 @@ from types import SimpleNamespace
 
 import pytest
 
-import reward
 import sft
-from machinery import launch, metrics, ranks
-from machinery.run import show
+from machinery import launch, ranks
 from tests import kit, runs
 
 
 # --------------------------------------------------------------------------------------------------
 # Starting
 # --------------------------------------------------------------------------------------------------
-def test_srun_without_an_address_is_refused(monkeypatch):
-    slurm = {"STEP_ID": "0", "PROCID": "0", "NTASKS": "2", "LOCALID": "0"}
+def test_srun_tells_each_rank_its_place(monkeypatch):
+    """(Without an address it is refused: tests/promises.py.)"""
+    slurm = {"STEP_ID": "0", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
-    environment["MASTER_ADDR"] = "host0"
+    environment |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
     monkeypatch.setattr(os, "environ", environment)
-    with kit.refuses("no-master-address"):
-        launch.fill_environment()
-    environment["MASTER_PORT"] = "29500"
     launch.fill_environment()
-    assert environment["WORLD_SIZE"] == "2" and environment["RANK"] == "0"
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    assert [environment[name] for name in names] == ["1", "2", "0"]
 
 
 def listens_on(args):
@@ -105,14 +102,3 @@ def test_every_step_is_a_line_and_the_screen_shows_some(tmp_path):
     shown = {int(words[0]): words for words in shown if words and words[0].isdecimal()}
     assert [*shown] == [0, 3, 4, 5]
     assert all(shown[step][at] == f"{lines[step]['loss']:.4g}" for step in (3, 4, 5))
-
-
-@pytest.mark.parametrize("columns", [sft.COLUMNS, reward.COLUMNS, metrics.COLUMNS])
-def test_a_line_of_the_screen_fits_120_columns(capsys, columns):
-    """Legend and numbers stand under each other, and no two numbers run together."""
-    record = dict(dict.fromkeys(columns, -0.0123456), step=100_000, epoch=12.5)
-    show(dict(zip(columns, columns)), columns)
-    show(record, columns)
-    legend, line = capsys.readouterr().out.splitlines()
-    assert legend.split() == columns and len(line.split()) == len(columns)
-    assert len(legend) == len(line) <= 120

@@ -3,10 +3,8 @@ and what they print is what was measured."""
 
 import importlib
 import json
-import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,67 +97,24 @@ def test_a_benchmark_runs_and_compares_two_checkouts(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # make gpu-check
 # --------------------------------------------------------------------------------------------------
-def test_each_peak_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
-    """DeepSpeed's hooks keep the engine of a run that has ended, so in one process the second peak
-    would hold the first run's models, too. Other groups have a process each."""
-    from tools import gpu_check
-
-    launched = []
-    monkeypatch.setattr(gpu_check, "launch", lambda base, part, *_: launched.append(part) or "")
-    monkeypatch.setattr(gpu_check.kit, "base", lambda: tmp_path)  # it sets this
-    monkeypatch.setattr(gpu_check.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--cpu", "grpo", "memory"])
-    with pytest.raises(SystemExit) as left:
-        gpu_check.main()
-    assert left.value.code == 1 and "did not end" in capsys.readouterr().out  # nothing ran
-    assert launched == ["reference", "grpo", *gpu_check.GROUPS["memory"]]
 
 
-def group_of_check(base, part):
-    """Makes the runs of a group of gpu_check.py, in a rank."""
-    from tools import gpu_check
-
-    gpu_check.worker(Path(base), part)
-
-
-def checked(monkeypatch, capsys, *words, started=()):
-    """Calls gpu_check.py's main() with these words. Returns its exit code and its last line.
-
-    The ranks of the groups in `started` are started as it starts them, the others forked.
-    """
-    from tools import gpu_check
-
-    launch = gpu_check.launch
-
-    def launch_or_fork(base, part, ranks, accelerator, hosts=None):
-        if part in started:
-            return launch(base, part, ranks, accelerator, hosts)
-        env, given = {"PRETEND": "1"} if "--pretend" in words else None, (str(base), part)
-        return str(kit.fork(group_of_check, ranks, *given, env=env, meet="", limit=600))
-
-    monkeypatch.setattr(gpu_check, "launch", launch_or_fork)
-    monkeypatch.setattr(kit, "base", kit.base)  # main() changes it, and these variables
-    monkeypatch.setenv("DS_ACCELERATOR", os.environ["DS_ACCELERATOR"])
-    monkeypatch.setenv("PRETEND", "")
-    monkeypatch.delenv("PRETEND")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
-    with pytest.raises(SystemExit) as left:
-        gpu_check.main()
-    return left.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])["gpu_check"]
+def checked(*words):
+    """Returns the exit code of tools/gpu_check.py with these words, and its counts of rows."""
+    done = kit.start_command([sys.executable, kit.ROOT / "tools/gpu_check.py", *words])
+    [last] = done.out.splitlines()[-1:]
+    return done.code, json.loads(last)["gpu_check"]["ok, failed, not known"]
 
 
 @pytest.mark.slow
-def test_gpu_check_runs_on_cpu_ranks(monkeypatch, capsys):
+def test_gpu_check_runs_on_cpu_ranks():
     """Its runs, its kernels and its decoding are those of a GPU, on another device."""
-    words = ["--cpu", "attention", "decoding", "grpo"]
-    code, found = checked(monkeypatch, capsys, *words, started=["attention"])
-    assert code == 0 and found["ok, failed, not known"][:2] == [6, 0], found
+    code, found = checked("--cpu", "attention", "decoding", "grpo")
+    assert code == 0 and found[:2] == [6, 0]
 
 
 @pytest.mark.slow
-def test_gpu_check_pretends(monkeypatch, capsys):
+def test_gpu_check_pretends():
     """It runs its list on this device: here LoRA, a resumed run among it, and decoding. Rows of
-    kernels and of memory are not known there. Its ranks are forked here."""
-    words = ["--pretend", "attention", "lora", "decoding"]
-    code, found = checked(monkeypatch, capsys, *words)
-    assert code == 0 and found["ok, failed, not known"] == [5, 0, 3], found
+    kernels and of memory are not known there."""
+    assert checked("--pretend", "attention", "lora", "decoding") == (0, [5, 0, 3])

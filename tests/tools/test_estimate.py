@@ -189,15 +189,6 @@ def test_it_says_whether_it_fits(opt, capsys):
         estimate.main([*own, "3x80"])
 
 
-def test_the_page_shows_what_its_first_command_prints(opt, capsys):
-    estimate.main(
-        f"sft.py --preset opt-1.3b --model_name_or_path {opt} --devices 2x16".split() + DATA
-    )
-    table = re.findall(r"^ *((?:train|update) .*)", capsys.readouterr().out, re.M)
-    page = (kit.ROOT / "docs/memory.md").read_text()
-    assert len(table) == 2 and all(line in page for line in table), table
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """The config of Qwen/Qwen2.5-0.5B, and no weights."""
@@ -251,53 +242,24 @@ FLAGS_OF = {  # of the runs that docs/memory.md shows
 }
 
 
-MEASURED = {  # a row of docs/memory.md: what was measured once, of which run
-    "toy": r"\| (?P<script>\w+) \| (?P<ranks>\d) \| (?P<stage>\d) \| (?P<size>\w+) \|",
-    "pretrained": r"\| (?P<script>\w+), (?P<ranks>\d) ranks?, stage (?P<stage>\d) \|",
-}
-
-
-def errors_shown(monkeypatch, kind, flags_of):
-    """Returns the error of the peak in each row of docs/memory.md: that of the numbers that it
-    shows. Its estimates are those of today. flags_of(row) returns the flags of a run in words."""
+def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
+    """docs/memory.md holds what was measured once, on the toy's rows, against what is estimated
+    now. The errors, and their mean, are those of the numbers that it shows."""
     page, errors = (kit.ROOT / "docs/memory.md").read_text(), []
-    for row in re.finditer(rf"^{MEASURED[kind]} `?(?P<flags>.*?)`? \| .*$", page, re.M):
-        script, words = row["script"], f"{flags_of(row)} {row['flags']}"
+    cells = r"\| (?P<script>\w+) \| (?P<ranks>\d) \| (?P<stage>\d) \| (?P<size>\w+) \|"
+    for row in re.finditer(rf"^{cells} `?(?P<flags>.*?)`? \| .*$", page, re.M):
+        bench_inside.full_rows(tmp_path, row["size"])
+        words = FLAGS_OF[row["script"]].format(folder=tmp_path, **row.groupdict()) + row["flags"]
         monkeypatch.setenv("WORLD_SIZE", row["ranks"])
-        args = importlib.import_module(script).get_args(words.split())
-        found = memory.count(args, estimate.SCRIPTS[script][1](args), int(row["ranks"]), cpu=True)
+        args = importlib.import_module(row["script"]).get_args(words.split())
+        models = estimate.SCRIPTS[row["script"]][1](args)
+        found = memory.count(args, models, int(row["ranks"]), cpu=True)
         shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row[0])
         expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
         own = {phase: float(number) for phase, number, _ in shown}
         assert own == pytest.approx(expected, abs=0.011), row[0]
         errors.append(max(own.values()) / max(float(seen) for *_, seen in shown) - 1)
         assert row[0].endswith(f"| {errors[-1]:+.0%} |"), row[0]
-    assert f"{min(errors):+.0%} to {max(errors):+.0%}".replace("%", " %") in page
-    return errors
-
-
-def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
-    """docs/memory.md holds what was measured once against what is estimated now. The errors, and
-    their mean, are those of the numbers that it shows."""
-
-    def flags_of(row):
-        bench_inside.full_rows(tmp_path, row["size"])
-        return FLAGS_OF[row["script"]].format(folder=tmp_path, **row.groupdict())
-
-    errors = errors_shown(monkeypatch, "toy", flags_of)
     mean = sum(map(abs, errors)) / 18  # rows
-    words = f"{max(errors):+.0%}, and {mean:.0%} in size on average".replace("%", " %")
-    assert words in (kit.ROOT / "docs/memory.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_estimates_for_a_pretrained_model_are_those_of_today(smollm2, tmp_path, monkeypatch):
-    """And so are those for SmolLM2. The page names the smallest and the largest of their errors."""
-
-    def flags_of(row):
-        roles = ("actor_", "critic_") if row["script"] == "ppo" else ("",)
-        models = [f"--{role}model_name_or_path {smollm2}/model" for role in roles]
-        words = FLAGS_OF[row["script"]].format(folder=tmp_path, size="", stage=row["stage"])
-        return " ".join([words, *models])
-
-    assert len(errors_shown(monkeypatch, "pretrained", flags_of)) == 6
+    words = f"{max(errors):+.0%}, and {mean:.0%} in size on average"
+    assert f"{min(errors):+.0%} to {words}".replace("%", " %") in page

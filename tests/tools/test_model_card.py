@@ -13,14 +13,12 @@ from tests.runs import run_of
 from tools import export, model_card
 
 
-def saved(folder, model, chat=None, **record):
+def saved(folder, model, **record):
     """Makes the folder of a run that has ended, with one of kit's models in it. Returns it."""
     shutil.copytree(kit.base() / "models" / model, folder)
     if model == "reward":  # as all of ours
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "value_head_prefix": "score"}))
-    if chat:
-        (folder / "chat_template.jinja").write_text(chat)
     record = {"script": "sft", "data_path": ["Some/data"], "data_rows": 40, **record}
     record["data_fingerprint"] = "0"
     (folder / "args.json").write_text(json.dumps(record))
@@ -50,21 +48,6 @@ def test_the_card_says_what_the_hub_and_its_readers_ask(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = body.split("transformers with `")[1].split("`")[0]
     assert eval(load, vars(transformers)).config.num_labels == 1
-
-
-def test_the_card_of_a_chat_model_asks_with_messages(tmp_path, monkeypatch):
-    """stock pipelines apply the template to messages, and to text they do not: a chat model that
-    is asked with text alone often answers nothing."""
-    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    plain, text = (
-        card_of(saved(tmp_path / name, "actor", template, model_name_or_path="Some/model"))
-        for name, template in (("plain", None), ("out", chat))
-    )
-    assert "messages" not in plain
-    monkeypatch.chdir(tmp_path)
-    names = {"messages": [{"role": "user", "content": "Hm?"}], "pipeline": transformers.pipeline}
-    [answer] = eval(text.split("in chats with `")[1].split("`")[0], names)
-    assert [turn["role"] for turn in answer["generated_text"]] == ["user", "assistant"]
 
 
 def test_the_card_finds_the_base_on_the_hub(tmp_path):

@@ -209,7 +209,7 @@ def test_a_prompt_that_is_too_long_keeps_its_end(flags):
 # ---- Files ----
 def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     """Every response is in --out, with its scores. The other columns reach the gold function. A
-    model against itself wins half, whatever it writes. A file that is there stays."""
+    model against itself wins half, whatever it writes."""
     rows = [{"prompt": f"What is {word}?", "answer": word} for word in ("a fox", "a hen", "it")]
     data = kit.write_lines(tmp_path / "data.jsonl", rows)
     gold, out, actor = tmp_path / "gold.py", tmp_path / "out.jsonl", trained / "actor"
@@ -221,9 +221,6 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     found = kit.read_lines(out)
     assert [line["prompt"] for line in found] == [row["prompt"] for row in rows] * 2
     assert [line["gold"] for line in found[:3]] == [5, 5, 2]
-    with kit.refuses("out-file"):
-        talk.main(job)
-    assert kit.read_lines(out) == found
 
 
 def test_prompts_are_those_held_out_and_a_template_takes_their_questions(tmp_path):
@@ -349,18 +346,6 @@ def test_save_writes_what_sft_reads(flags, monkeypatch, tmp_path):
     for line, history in zip(kit.read_lines(file), talking.histories, strict=True):
         assert line["messages"] == history
         assert formats.read_row(line).response == history[1]["content"]
-
-
-@pytest.mark.slow
-def test_a_dialogue_through_a_pipe(trained):
-    """The program itself, as a person starts it, from another folder than the project's."""
-    file = trained / "typed"
-    file.write_bytes(b"Who?\n/bad\nWhat\xff?\n")
-    program = [sys.executable, kit.ROOT / "tools/talk.py", "actor", "--reward", "judge"]
-    words = " ".join(map(str, [*program, *SHORT, "<", file]))
-    done = kit.start_command(["sh", "-c", words], cwd=trained)
-    assert done.code == 0 and done.out.count("(reward ") == 2, done
-    assert "no command /bad" in done.err and "Traceback" not in done.err
 
 
 # ---- The screen ----
