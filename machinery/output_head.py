@@ -26,8 +26,9 @@ def in_parts(model, wanted, numbers_of):
     plain = unwrap_model(model)
     able = getattr(plain, "ends_with_head", False) and folders.picks_positions(model)
     head = plain.get_output_embeddings() if able else None
+    plainly = type(head) is nn.Linear  # not with adapters, nor if DeepSpeed splits it among ranks
     # To count the tokens, the host would have to wait for the device.
-    if not able or 4 * wanted.numel() * head.out_features < MANY:
+    if not plainly or 4 * wanted.numel() * head.out_features < MANY:
         yield False
         return
 
@@ -88,7 +89,7 @@ def ends_with_head(model):
     that needs more than that makes its logits at once.
     """
     head, logits = model.get_output_embeddings(), torch.zeros(1, 1, 1)
-    if type(head) is not nn.Linear:  # with adapters, or split among ranks
+    if head is None:
         return False
     with contextlib.ExitStack() as patched:
         for backbone in {model.base_model, model.get_decoder()}:
