@@ -153,8 +153,8 @@ def held_by(model, phase, ranks, cpu, zero):
         parts["activations"] = kept if phase == "train" else layer
         if not model.head:
             numbers = rows * (model.with_logits or tokens) * config.vocab_size
-            if sizes.in_parts and 4 * numbers >= output_head.MANY:
-                numbers = output_head.PART // 4
+            if sizes.in_parts and 4 * numbers > output_head.LARGEST:
+                numbers = output_head.LARGEST // 4
                 learns = phase == "train" and not args.lora_dim
                 parts["logits"] = 4 * config.vocab_size * config.hidden_size * learns
             chunk = common.CPU_CHUNK if cpu else common.GPU_CHUNK

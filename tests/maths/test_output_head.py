@@ -22,8 +22,7 @@ WEIGHTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 def in_parts_of(monkeypatch, tokens, vocabulary=SHAPE["vocab_size"]):
     """Has logits made for so many tokens at a time; None: for all at once."""
-    monkeypatch.setattr(output_head, "MANY", 2**60 if tokens is None else 0)
-    monkeypatch.setattr(output_head, "PART", 4 * vocabulary * (tokens or 1))
+    monkeypatch.setattr(output_head, "LARGEST", 4 * vocabulary * (tokens or 99))
 
 
 def numbers(model, mask=MASK, temperature=0.7):
@@ -45,7 +44,7 @@ def same(found, expected):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_parts_change_no_logprob_and_no_gradient(name, tied, tmp_path, monkeypatch):
-    """In parts of 3, 3 and 2 tokens, of 1, and of more than there are; also where the embedding
+    """In parts of 3, 3 and 2 tokens, and of 1; also where the embedding
     is the output matrix, and has a gradient of its own; and where no token at all is wanted."""
     config = config_of(name, tie_word_embeddings=tied)
     model = load_model(folder_of(tmp_path, config), get_args(), stage=0).eval()
@@ -55,7 +54,7 @@ def test_parts_change_no_logprob_and_no_gradient(name, tied, tmp_path, monkeypat
     made = []
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, given, found: made.append(found.shape))
-    for tokens in (3, 1, 99):
+    for tokens in (3, 1):
         in_parts_of(monkeypatch, tokens)
         same(numbers(model), expected)
         same(numbers(model, 0 * MASK), none)
@@ -114,8 +113,7 @@ def test_an_adapter_on_the_output_matrix_has_its_logits_at_once(tmp_path, monkey
 
 def steps(base, stage, tokens, options):
     """Returns the losses of three steps and the sums of the weights after them, in each rank."""
-    output_head.MANY = 0 if tokens else 2**60
-    output_head.PART = 4 * 550 * (tokens or 1)
+    output_head.LARGEST = 4 * 550 * (tokens or 99)
     engine, losses = runs.tiny_engine(base, stage, options=options), []
     for seed in range(3):
         ids = runs.rows_of_rank(seed).tolist()
@@ -144,9 +142,9 @@ def test_parts_train_as_all_logits_do_under_every_stage(options):
             )
 
 
-def peak(many):
+def peak(largest):
     """Returns the GB that 8,192 tokens of a vocabulary of 151,936 take at most, in fp32."""
-    output_head.MANY = many
+    output_head.LARGEST = largest
     size = dict(
         vocab_size=151_936, num_hidden_layers=1, hidden_size=64, max_position_embeddings=8200
     )
@@ -170,7 +168,7 @@ def test_the_peak_of_memory_is_a_fraction():
 def test_few_logits_are_made_at_once(tiny_model):
     """The border is in bytes: a second product with the matrix costs time."""
     tiny_model.ends_with_head = True
-    for tokens, expected in ((output_head.MANY // 4 // 542 - 1, False), (2**18, True)):
+    for tokens, expected in ((output_head.LARGEST // 4 // 542, False), (2**18, True)):
         wanted = torch.ones(1, tokens, dtype=torch.bool)
         with output_head.in_parts(tiny_model, wanted, None) as made:
             assert made == expected

@@ -123,9 +123,9 @@ def test_ppos_phases_by_hand(tmp_path):
 
 def test_logits_by_hand(opt):
     """4 rows of 512 tokens and their gradient, 2 bytes a number, and two fp32 chunks of 128 MiB, on
-    a CPU of 1 MiB. Of 8 rows they are made in parts of 128 MiB in fp32, and the gradient of the
+    a CPU of 1 MiB. Of 8 rows they are made in parts of 512 MiB in fp32, and the gradient of the
     matrix is summed in fp32. A value model has none."""
-    for rows, both in ((4, 50272 * 4 * 512 * 2 * 2), (8, 2**27 + 4 * 50272 * D)):
+    for rows, both in ((4, 50272 * 4 * 512 * 2 * 2), (8, 2**29 + 4 * 50272 * D)):
         for cpu, chunk in ((False, 2**27), (True, 2**20)):
             args = sft_args(opt, "--per_device_train_batch_size", rows)
             assert count(args, cpu=cpu)["train"]["logits"] == both + 2 * chunk
