@@ -89,7 +89,7 @@ def read_row(row):
     Prompts and messages are checked here; the other texts by `check_text` where they are used.
     """
     for name in ("messages", "conversations"):
-        if has(row, name) and not isinstance(row.get("chosen"), list):
+        if has(row, name) and row[name] != [] and not isinstance(row.get("chosen"), list):
             return read_chat(name, row[name])
     if has(row, "instruction"):
         if has(row, "prompt"):
@@ -161,7 +161,7 @@ def read_responses(row):
             starts.append(start)
             text = answer(name, last)
         elif isinstance(text, dict):
-            check_text(name, text)
+            text = [text]  # no message: `check_text` refuses it where it is used
         texts.append(text)
     response, completion, chosen, rejected = texts
     if starts:
@@ -205,7 +205,8 @@ def answer(name, message):
         raise BadRow(f"{name}: the last turn's tool_calls would not be learned: write them as text")
     if not is_learned(message):
         return None
-    return message if len(message) > 2 else message["content"]
+    fields = [value for value in message.values() if value is not None]
+    return message if len(fields) > 2 else message["content"]
 
 
 # ---- Values ----
@@ -227,14 +228,13 @@ def read_messages(name, messages):
         raise BadRow(f"{name} must be a list of messages, and is {messages!r:.60}")
     read = []
     for number, message in enumerate(messages, 1):
-        said = message.items() if isinstance(message, dict) else ()
-        said = {key: value for key, value in said if value is not None}  # of a table's other rows
+        said = dict(message) if isinstance(message, dict) else {}
         role = said.pop("from", said.get("role"))
         content = said.pop("value", said.get("content"))
         if not (role in SPEAKERS and isinstance(content, str)):  # calls of tools, images, ...
             what = f"role {role!r} must be one of {SPEAKERS}, with text as content"
             raise BadRow(f"{name}, {number}: {what}: {message!r:.80}")
-        if said.get("weight", 1) not in (0, 1):
+        if said.get("weight") not in (None, 0, 1):
             raise BadRow(f"{name}, {number}: a message's weight must be 0 or 1: {message!r:.80}")
         read.append({**said, "role": ROLES.get(role, role), "content": content})
     return read

@@ -151,7 +151,8 @@ class Run:
         model = zero3.unwrap_model(engine)
         count, training = (zero3.count_parameters(model, part) / 1e6 for part in (False, True))
         balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
-        experts = "\n  experts  their balancing loss (output_router_logits) is not used" * balanced
+        words = "\n  experts  their balancing loss (output_router_logits) is not used"
+        experts = words if balanced else ""
         ranks.say(
             f"{self.title}   (preset {args.preset}, seed {args.seed}, output {args.output_dir})\n"
             f"  model    {path}: {count:,.2f} M parameters ({training:,.3f} M of them train), "

@@ -165,7 +165,7 @@ def unwritten(tokenizer, prompt, responses):
     for message in map(as_message, responses):
         closed = render(tokenizer, [*prompt, message])
         for name in THOUGHTS:
-            if str(message.get(name, "")).strip() not in closed:
+            if str(message.get(name) or "").strip() not in closed:
                 return name
     return ""
 
@@ -180,6 +180,8 @@ def render(tokenizer, messages, opening=False):
     if tokenizer.chat_template is None:
         words = "a prompt is a chat, and the tokenizer has no chat template."
         raise Refused("chat-template", f"{words} Take a chat model's.")
+    # Tables fill up with null what only other rows have.
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     said = "\0".join(str(value) for message in messages for value in message.values())
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     if any(token in said for token in special):

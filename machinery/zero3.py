@@ -87,8 +87,8 @@ def gather_for_generation(engine, room=0):
     DeepSpeed's hooks are taken off meanwhile, and nobody else's: by its own transformers collects
     what a config asks for. At every stage DeepSpeed's keep the engine's clocks, and under ZeRO-3
     they gather the weights anew for every token (4 times as long). If the gathered weights do not
-    fit beside what is there, they stay, and `synced` is True: then all ranks must make the same
-    number of forwards.
+    fit beside what is there, the hooks stay, and `synced` is True: then all ranks must make the
+    same number of forwards.
     """
     release_early_gathers(engine)
     model = unwrap_model(engine)
@@ -108,7 +108,7 @@ def gather_for_generation(engine, room=0):
 
 def is_deepspeeds(hook):
     """Returns whether a hook is a function of DeepSpeed's."""
-    return hook.__module__.startswith("deepspeed.")
+    return (getattr(hook, "__module__", "") or "").startswith("deepspeed.")
 
 
 def put_in(table, hooks):

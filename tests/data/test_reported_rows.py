@@ -68,6 +68,19 @@ def test_a_turn_that_says_so_is_not_learned(tokenizer, field, value):
     assert row_of(tokenizer, CHATML, completion)[0]["drop"] == rows.EMPTY
 
 
+def test_what_a_table_fills_up_with_null_changes_nothing(tokenizer):
+    """Not the text of a prompt either, by which rows are held out; and a step that does not use a
+    column takes whatever is there."""
+    messages = [{**message, "weight": None} for message in chat("Why?", "So.")]
+    made, own = row_of(tokenizer, CHATML, {"messages": messages})
+    plain, _ = row_of(tokenizer, CHATML, {"messages": chat("Why?", "So.")})
+    assert made["prompt_ids"] + made["responses"] == plain["prompt_ids"] + plain["responses"]
+    assert json.loads(made["prompt"]) == messages[:1]
+    assert "thinking" not in row_of(tokenizer, CHATML, {"messages": messages})[0]["notes"]
+    for row in ({"prompt": "Q?", "response": {"answer": 42}}, {"prompt": "Q?", "messages": []}):
+        assert row_of(tokenizer, CHATML, row, "ppo")[0]["drop"] == ""
+
+
 def test_a_weight_between_0_and_1_is_refused():
     """It would be learned with weight 1."""
     messages = chat("Why?", "So.")
