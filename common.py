@@ -212,8 +212,8 @@ def numbers_of_tokens(model, layout, wanted, numbers_of):
     numbers_of: must give each token its own numbers, and 0 where `wanted`, bool (B, R), is False.
     """
     with output_head.in_parts(model, wanted, numbers_of) as made:
-        logits = response_logits(model, layout, wanted)  # (M, V), or if `made` already the numbers
-    return logits if made else numbers_of(logits, wanted)
+        found = response_logits(model, layout, wanted)  # (M, V), or if `made` already the numbers
+    return found if made else numbers_of(found, wanted)
 
 
 def scatter_to(wanted, values):

@@ -92,10 +92,8 @@ def resolve(args, tokenizer=None, value_head=None):
     path = args.model_name_or_path
     config = load_config(path, args.trust_remote_code)
     zero3.refuse_unless_split(path, config, args)
-    for part in (config, config.get_text_config()):  # what forwards return beside the logits
-        part.update(
-            {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
-        )
+    beside_logits = {"output_attentions": False, "output_hidden_states": False}
+    update_config(config, {**beside_logits, "return_dict": True})
     dropout = own_dropout(config)
     if args.dropout is not None:
         config.update(dict.fromkeys(dropout, float(args.dropout)))
@@ -181,6 +179,12 @@ def load_config(path, trust_remote_code=False):
         config.update({"architectures": ["SequenceClassification"], "value_head_prefix": "score"})
     refuse_encoder(path, config)
     return config
+
+
+def update_config(config, changes):
+    """Changes keys of a config, and of the one of its text part, if it has one."""
+    for part in (config, config.get_text_config()):
+        part.update(changes)
 
 
 def refuse_encoder(path, config):
@@ -303,8 +307,8 @@ def end_of_turn(tokenizer):
 def ends_of(model, tokenizer):
     """Returns the ids that end a response: EOS, and others that end one in stock generate().
 
-    Those stand in generation_config.json, and chat models have two or three. One that is no special
-    token is none: configs that nobody has adapted to the tokenizer name just any id.
+    Those stand in generation_config.json, and chat models have two or three. Ids that are not
+    special tokens are ignored: configs that nobody has adapted to the tokenizer name just any id.
     """
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     others = {*(own if isinstance(own, list) else [own])} - {tokenizer.eos_token_id, None}
@@ -315,7 +319,7 @@ def ends_of(model, tokenizer):
 def known_ids(model, tokenizer):
     """Returns the ids, ascending, that have a token and a row of the output matrix.
 
-    There may be holes between them: len(tokenizer) then is not the largest id and 1.
+    There may be holes between them: len(tokenizer) then is not the largest id plus 1.
     """
     rows = model.config.get_text_config().vocab_size
     return sorted(i for i in {*tokenizer.get_vocab().values()} if i < rows)

@@ -172,7 +172,7 @@ def untie(model):
 def few_outputs(model):
     """Returns the logits of a few tokens; of a value model what its head sees.
 
-    NaN, which differs from nothing, where ZeRO-3's weights do not fit on each rank at once.
+    NaN, so that any comparison passes, where ZeRO-3's weights do not fit on each rank at once.
     """
     with zero3.gather_for_generation(model) as (_, synced):
         if synced:

@@ -26,11 +26,11 @@ def in_parts(model, wanted, numbers_of):
     weights as always.
     """
     plain = unwrap_model(model)
-    able = getattr(plain, "ends_with_head", False) and folders.picks_positions(model)
-    head = plain.get_output_embeddings() if able else None
-    plainly = type(head) is nn.Linear  # not with adapters, nor if DeepSpeed splits it among ranks
+    head = plain.get_output_embeddings() if getattr(plain, "ends_with_head", False) else None
+    # With adapters, or split among ranks by DeepSpeed, the matrix is another kind of layer.
+    able = type(head) is nn.Linear and folders.picks_positions(model)
     # To count the tokens, the host would have to wait for the device.
-    if not plainly or 4 * wanted.numel() * head.out_features <= LARGEST:
+    if not able or 4 * wanted.numel() * head.out_features <= LARGEST:
         yield False
         return
 

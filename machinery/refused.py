@@ -37,7 +37,7 @@ def program(main):
     once. OSError: a name that is too long for a file can come from any flag. Of text that the
     terminal's encoding does not have, the screen shows the codes.
     """
-    with contextlib.suppress(AttributeError):  # it is no file, but a notebook's cell
+    with contextlib.suppress(AttributeError):  # a notebook's stdout has no reconfigure()
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()

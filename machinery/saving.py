@@ -84,8 +84,7 @@ def note_tokens(model, tokenizer, scores):
             generation.validate(strict=True)
         except ValueError:  # transformers loads some that it refuses to write: top_p, but greedy
             model.generation_config = GenerationConfig(**special)
-    for config in (model.config, model.config.get_text_config()):
-        config.update({**ids, "pad_token_id": own_pad})
+    folders.update_config(model.config, {**ids, "pad_token_id": own_pad})
 
 
 def note_ties(model):
@@ -95,8 +94,7 @@ def note_ties(model):
     """
     output = model.get_output_embeddings()
     if output is not None and output.weight is not model.get_input_embeddings().weight:
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
+        folders.update_config(model.config, {"tie_word_embeddings": False})
 
 
 def pad_token(tokenizer):

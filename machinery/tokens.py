@@ -162,11 +162,12 @@ def unwritten(tokenizer, prompt, responses):
     for message in prompt:
         if message["role"] != "assistant" and message["content"].strip() not in opened:
             return f"a turn of {message['role']}"
-    for message in map(as_message, responses):
-        closed = render(tokenizer, [*prompt, message])
-        for name in THOUGHTS:
-            if str(message.get(name) or "").strip() not in closed:
-                return name
+    for message in responses:
+        if isinstance(message, dict):  # text has no other fields
+            closed = render(tokenizer, [*prompt, message])
+            for name in THOUGHTS:
+                if str(message.get(name) or "").strip() not in closed:
+                    return name
     return ""
 
 

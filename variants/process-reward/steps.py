@@ -9,6 +9,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from machinery.tokens import as_text
+
 HERE = Path(__file__).resolve()
 TOY = next(path / "recipes/toy" for path in HERE.parents if (path / "recipes/toy").is_dir())
 sys.path.insert(0, str(TOY))
@@ -40,9 +42,8 @@ def steps(prompts, completions, completion_ids, **columns):
     """Returns for each response a list of one number a token."""
     out = []
     for prompt, text, ids in zip(prompts, completions, completion_ids):
-        prefixes = [
-            TOKENIZER.decode(ids[: i + 1], skip_special_tokens=True) for i in range(len(ids))
-        ]
+        ends = range(1, len(ids) + 1)
+        prefixes = [as_text(TOKENIZER, ids[:end], [TOKENIZER.eos_token_id]) for end in ends]
         numbers = [0.0] * len(ids)
         for end, worth in points(prompt, text):
             reached = (i for i, prefix in enumerate(prefixes) if len(prefix) >= end)

@@ -89,6 +89,7 @@ def compare(options, folder, dtype, deadline):
     args = get_args(options, folder, dtype)
     tokenizer = folders.load_tokenizer(folder)
     model = common.load_model(flags.of_role(args, "actor")).to(ranks.device()).eval()
+    model.generation_config.eos_token_id = None  # its ends would be the loop's, too
     vllm = Endless(args)
 
     def seconds_of(name, rows, tokens, step):
@@ -99,7 +100,6 @@ def compare(options, folder, dtype, deadline):
         if name == "vllm":
             responses = vllm.roll_out(args, model, tokenizer, *given)
         else:
-            model.generation_config.eos_token_id = None
             responses = ppo.roll_out(args, model, WithoutEnd(tokenizer), *given)
         seconds = time.perf_counter() - began
         assert all(len(each["response_ids"]) == tokens for each in responses)
