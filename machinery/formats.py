@@ -22,6 +22,7 @@ FORMATS = {  # columns: the stages that can make their rows of them
     "text": "sft",  # learned whole
 }
 NOT_LEARNED = "weight", "loss", "train", "trainable"  # of a message that says 0 or false there
+PREFIX = "prefix"  # true in a message that the response goes on from, as in Mistral's API
 NAMES = {  # --columns of sets in our presets' blends, which need not be given
     "Dahoas/synthetic-instruct-gptj-pairwise": {"instruction": "prompt"},
 }
@@ -38,8 +39,9 @@ class LeftOut(ValueError):
 class Example(NamedTuple):
     """What a row holds. What it does not have is None.
 
-    A prompt is text or a list of chat messages. A response is text, or the assistant's message if
-    it has more than a content (reasoning_content). `question` is the prompt of step 3 where that is
+    A prompt is text or a list of chat messages; the response goes on from a last one of the
+    assistant's, which is marked with PREFIX. A response is text, or the assistant's message if it
+    has more than a content (reasoning_content). `question` is the prompt of step 3 where that is
     another one: a chat that goes on after its last response. train_on: what --train_on means where
     it is not given. Where it is "everything", the prompt is a text to be learned whole.
     """
@@ -121,8 +123,8 @@ def read_chat(name, messages):
 
 
 def is_learned(message):
-    """Returns whether a message is the assistant's, and does not say that it is not learned."""
-    kept = not any(message.get(name) in (0, False) for name in NOT_LEARNED)
+    """Returns whether a message is the assistant's, and nothing says that it is not learned."""
+    kept = not (message.get(PREFIX) or any(message.get(name) in (0, False) for name in NOT_LEARNED))
     return kept and message["role"] == "assistant"
 
 
@@ -171,12 +173,24 @@ def read_responses(row):
         if not isinstance(asked, list):
             asked = [{"role": "user", "content": asked}] if asked else []
         prompt = continued(asked, start)
+    if isinstance(asked, list) and asked and prompt[-1] == asked[-1]:
+        prompt = begun(prompt)
     first = next((text for text in (response, completion, chosen) if text is not None), None)
     texts, marker = [first, chosen, rejected], ASSISTANT.strip()
     if isinstance(prompt, str) and isinstance(chosen, str) and chosen.startswith(marker):
         prompt += marker
         texts = [t.removeprefix(marker) if isinstance(t, str) else t for t in texts]
     return Example(prompt, *texts)
+
+
+def begun(prompt):
+    """Returns a chat of which a last message of the assistant's is marked as begun: PREFIX."""
+    last = prompt[-1]
+    if last["role"] != "assistant":
+        return prompt
+    if not last["content"].strip():
+        raise BadRow("prompt ends with an empty message of the assistant: take it out")
+    return [*prompt[:-1], {**last, PREFIX: True}]
 
 
 def continued(asked, start):

@@ -121,6 +121,7 @@ def merge_adapters(model, adapters):
     for folder in reversed(adapters):
         import peft  # as above
 
+        plain = few_outputs(model)
         ends = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
         # An adapter of such a matrix comes with the matrix itself.
         gathered = zero3.gathered_parameters([*{end.weight for end in ends}], modifier_rank=0)
@@ -143,8 +144,9 @@ def merge_adapters(model, adapters):
                 with zero3.gathered_parameters([*layer.parameters()], modifier_rank=0):
                     layer.merge()
             outer.unload().requires_grad_(True)
-            difference = (few_outputs(model) - adapted).abs().mean()
-            if difference > torch.finfo(model.dtype).eps ** 0.5 * adapted.abs().mean():
+            if adapted is None:
+                ranks.say(f"{folder}: too large to compare merged and adapted outputs")
+            elif is_far(few_outputs(model), adapted, plain):
                 raise ValueError("merged, the model has other outputs")
 
 
@@ -172,15 +174,28 @@ def untie(model):
 def few_outputs(model):
     """Returns the logits of a few tokens; of a value model what its head sees.
 
-    NaN, so that any comparison passes, where ZeRO-3's weights do not fit on each rank at once.
+    None where ZeRO-3's weights do not fit on each rank at once.
     """
     with zero3.gather_for_generation(model) as (_, synced):
         if synced:
-            return torch.tensor(torch.nan)
-        ids = torch.arange(8, device=model.device)[None]  # (1, 8)
+            return None
+        # Not the first ids, special tokens, where SmolLM2's outputs in bf16 are mostly rounding
+        apart = model.config.get_text_config().vocab_size // 17
+        ids = torch.arange(1, 17, device=model.device)[None] * apart  # (1, 16)
         if model.can_generate():
-            return model(ids).logits.float()
-        return model.base_model(ids)[0].float()
+            return model(ids).logits
+        return model.base_model(ids)[0]
+
+
+def is_far(merged, adapted, plain):
+    """Returns whether outputs of the merged model are not the adapted ones, but for rounding.
+
+    The adapters' own effect is the measure. plain: the outputs without them. Rounding changes the
+    outputs of SmolLM2 by 1 to 2 % in bf16; here up to 3 % are taken for it.
+    """
+    difference, effect = (adapted - merged).abs().mean(), (adapted - plain).abs().mean()
+    rounding = 4 * torch.finfo(plain.dtype).eps * plain.abs().mean()
+    return difference > effect / 2 + rounding
 
 
 def merge_state(model, state):

@@ -121,10 +121,12 @@ def numbers_of_a_token(config):
 
     config: of a language model.
     """
-    heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * heads * width
+    count = 0
+    for layer in config.per_layer_config:  # in which Gemma 4's differ
+        heads = getattr(layer, "num_attention_heads", 0)  # Mamba has none
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
+        count += 2 * (getattr(layer, "num_key_value_heads", None) or heads) * width
+    return count
 
 
 def memory(args, engine, requests, count):

@@ -23,7 +23,7 @@ STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
 MOST_HELD_OUT = 2_000  # rows: a share of them is known to 0.02, and an evaluation takes its time
-EMPTY = "empty prompt or response"
+EMPTY = "empty prompt or response, or none that is learned"
 
 
 # ---- One row ----

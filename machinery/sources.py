@@ -25,7 +25,7 @@ WORDS = {  # in the names of a folder's files; what is in none of these parts is
     "test": {"test", "testing", "eval", "evaluation"},
     "validation": {"validation", "valid", "val", "dev"},  # held out if there is no test
 }
-SAVED = "dataset_dict.json", "state.json"  # in folders of save_to_disk
+SAVED = [{"dataset_dict.json"}, {"dataset_info.json", "state.json"}]  # in folders of save_to_disk
 TEXT, PLACE = "the row as JSON", "file and line"  # columns of a dataset whose rows are text
 
 
@@ -54,7 +54,7 @@ def read_parts(path):
 
     Of NAME:CONFIGURATION:X, a name of the hub, the splits train_X and test_X are read.
     """
-    if any(Path(path, mark).exists() for mark in SAVED):
+    if any(all(Path(path, mark).exists() for mark in marks) for marks in SAVED):
         saved = datasets.load_from_disk(path)
         return train_and_test(saved if isinstance(saved, dict) else {"train": saved})
     if os.path.exists(path):  # a file's name may hold a colon

@@ -4,7 +4,7 @@ import copy
 import json
 import re
 
-from machinery.formats import ASSISTANT, HUMAN, LeftOut, content, is_learned
+from machinery.formats import ASSISTANT, HUMAN, PREFIX, BadRow, LeftOut, content, is_learned
 from machinery.refused import Refused
 
 # Of rows, with their number in front:
@@ -17,7 +17,8 @@ THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message b
 def tokenise_prompt(tokenizer, prompt):
     """Returns the token ids of a prompt: text, or a list of chat messages.
 
-    Of chat messages it ends with the opening of the assistant's next turn. Text that spells a
+    Of chat messages it ends with the opening of the assistant's next turn, or within the turn that
+    the last message begins. Text that spells a
     special token is data: it is split like any other text.
     """
     if isinstance(prompt, list):
@@ -46,7 +47,7 @@ def tokenise_turn(tokenizer, prompt, response):
     if not isinstance(prompt, list):
         return tokenise_response(tokenizer, response), ""
     opened = render(tokenizer, prompt, opening=True)
-    closed = render(tokenizer, [*prompt, as_message(response)])
+    closed = render(tokenizer, answered(prompt, response))
     if not closed.startswith(opened):
         return tokenise_response(tokenizer, content(response)), BARE
     text = closed[len(opened) :].rstrip()
@@ -140,6 +141,8 @@ def with_options(tokenizer, options):
     """Returns a tokenizer whose chat template finds options set: {name: value}, as of JSON."""
     if not options or not tokenizer.chat_template:
         return tokenizer
+    if not (isinstance(options, dict) and all(map(str.isidentifier, options))):
+        raise BadRow(f"chat_template_kwargs must be a JSON object of names, and is {options!r:.60}")
     made = copy.copy(tokenizer)
     given = {name: value for name, value in options.items() if value is not None}
     lines = [f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in given.items()]
@@ -147,9 +150,12 @@ def with_options(tokenizer, options):
     return made
 
 
-def as_message(response):
-    """Returns a response, text or a message, as a message."""
-    return response if isinstance(response, dict) else {"role": "assistant", "content": response}
+def answered(prompt, response):
+    """Returns a chat, and after it a response, text or a message, which may end a turn begun."""
+    last = response if isinstance(response, dict) else {"role": "assistant", "content": response}
+    if not prompt[-1].get(PREFIX):
+        return [*prompt, last]
+    return [*prompt[:-1], {**last, "content": prompt[-1]["content"] + last["content"]}]
 
 
 def unwritten(tokenizer, prompt, responses):
@@ -164,7 +170,7 @@ def unwritten(tokenizer, prompt, responses):
             return f"a turn of {message['role']}"
     for message in responses:
         if isinstance(message, dict):  # text has no other fields
-            closed = render(tokenizer, [*prompt, message])
+            closed = render(tokenizer, answered(prompt, message))
             for name in THOUGHTS:
                 if str(message.get(name) or "").strip() not in closed:
                     return name
@@ -174,6 +180,7 @@ def unwritten(tokenizer, prompt, responses):
 def render(tokenizer, messages, opening=False):
     """Returns what the chat template writes, with `opening` also that of the assistant's turn.
 
+    With `opening` a turn that the last message begins (formats.PREFIX) is not ended.
     Raises LeftOut if the template refuses the messages, or if one of them spells a special token:
     in what a template writes it would be that token, and could end a turn. Tokens that are not
     special, such as <think>, are left to the template. Refuses the run if there is no template.
@@ -188,7 +195,9 @@ def render(tokenizer, messages, opening=False):
     if any(token in said for token in special):
         raise LeftOut("a message spells a special token, which in a chat would be that token")
     try:
-        out = tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=False)
+        begun = opening and bool(messages[-1].get(PREFIX))
+        options = {"add_generation_prompt": opening and not begun, "continue_final_message": begun}
+        out = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # "roles must alternate", or whatever its code raises
         raise LeftOut(f"the chat template refuses it: {error}") from error
     eos = tokenizer.eos_token

@@ -185,9 +185,9 @@ def refuse_unless_split(path, config, args):
     """Refuses the model in `path` if its layers cannot be split as asked."""
     size, text = args.tensor_parallel_size, config.get_text_config()
     names = "num_attention_heads", "num_key_value_heads"
-    heads = [getattr(text, name, None) or size for name in names]
+    heads = {getattr(layer, name, 0) or size for layer in text.per_layer_config for name in names}
     if size > 1 and (not text.base_model_tp_plan or any(count % size for count in heads)):
-        rule = f"must divide {heads}, the attention and key-value heads of {path}"
+        rule = f"must divide {sorted(heads)}, the attention and key-value heads of {path}"
         known = f"and transformers must know how to split a {config.model_type} model"
         raise Refused("cannot-split-layers", f"--tensor_parallel_size {size} {rule},\n  {known}.")
 

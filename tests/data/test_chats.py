@@ -9,7 +9,7 @@ import pytest
 from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
 from transformers import LlamaConfig
 
-from machinery import folders, rows, saving
+from machinery import folders, rows, saving, tokens
 from machinery.rows import STAGES
 from tests import kit
 
@@ -275,6 +275,19 @@ def test_after_an_opening_that_a_finished_turn_lacks_a_response_stays_as_it_is(t
         assert not any(made["prompt_loss_mask"]) and "as the data has it" in made["notes"]
     with kit.refuses("chat-template"):
         rows.tokenise_row({"messages": turns}, tokenizer, "sft", 256, "all")
+
+
+def test_an_end_of_turn_is_special_even_if_its_tokenizer_does_not_say_so(tokenizer, tmp_path):
+    """It becomes EOS: spelled in a text it is text, and in a chat it would end a turn."""
+    tokenizer = with_template(tokenizer, CHATML)
+    tokenizer.add_tokens(["<|im_end|>"])
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    made = folders.load_tokenizer(tmp_path, in_chats=True)
+    text = "Is <|im_end|> a word?"
+    assert made.eos_token_id not in tokens.tokenise_prompt(made, text)
+    row = rows.tokenise_row({"messages": chat(text, "No.")}, made, "sft", 64)
+    assert "spells a special token" in row["drop"]
 
 
 def test_a_chat_that_spells_a_special_token_is_left_out(tokenizer, tmp_path, capsys):

@@ -146,13 +146,18 @@ def test_a_value_of_a_wrong_type_is_no_empty_text(tokenizer, tmp_path, name, val
 
 @pytest.mark.parametrize("parts", [["train"], ["train", "test"], None])
 def test_a_folder_of_save_to_disk_is_read(tokenizer, tmp_path, parts):
-    """It was taken for broken JSON. None: a Dataset that is in no DatasetDict."""
+    """It was taken for broken JSON. None: a Dataset that is in no DatasetDict. A file that is
+    called state.json, or LlamaFactory's dataset_info.json, makes no such folder."""
     made = Dataset.from_list(many(40, dahoas))
     shares = {part: made.shard(len(parts), i) for i, part in enumerate(parts or ())}
     saved = DatasetDict(shares) if parts else made
     saved.save_to_disk(tmp_path / "set")
     found = both(load(tokenizer, [tmp_path / "set"]))
     assert texts(tokenizer, found) == {(f"Q{i}?", f" r{i}") for i in range(40)}
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / name).mkdir()
+        kit.write_lines(tmp_path / name / name, many(40, dahoas))
+        assert texts(tokenizer, both(load(tokenizer, [tmp_path / name]))) == texts(tokenizer, found)
 
 
 def test_a_row_sets_options_of_its_chat_template(tokenizer):
@@ -167,3 +172,50 @@ def test_a_row_sets_options_of_its_chat_template(tokenizer):
             assert json.loads(made["extra"]).get("chat_template_kwargs") == (
                 options.get("chat_template_kwargs")
             )
+    for wrong in ("enable_thinking=false", ["a"], {"a b": 1}):
+        with kit.refuses("bad-row"):
+            row_of(tokenizer, THINKING, {**row, "chat_template_kwargs": wrong})
+
+
+STARTED = [*chat("2 + 2?"), {"role": "assistant", "content": "The sum is "}]
+SUM, WRONG = {"role": "assistant", "content": "4."}, {"role": "assistant", "content": "5."}
+TRIMMED = CHATML.replace("m.content }}", "m.content | trim }}")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED])
+def test_a_response_goes_on_from_the_turn_that_the_prompt_begins(tokenizer, template):
+    """transformers#32213, transformers#33198: a prompt that ends with words of the assistant's was
+    rendered as a finished turn, and a second one was opened. The response is the rest of the turn,
+    in every step, and what the prompt has of it is not learned."""
+    rest = {
+        "sft": [{"response": "4."}, {"completion": [SUM]}],
+        "reward": [{"chosen": "4.", "rejected": "5."}, {"chosen": [SUM], "rejected": [WRONG]}],
+        "ppo": [{}, {"response": "4."}],
+    }
+    whole_turn = {**STARTED[1], "content": "The sum is 4."}
+    for stage, others in rest.items():
+        for other in others:
+            made, own = row_of(tokenizer, template, {"prompt": STARTED, **other}, stage)
+            stock = own.apply_chat_template(STARTED, continue_final_message=True, tokenize=False)
+            assert own.decode(made["prompt_ids"]) == stock and stock.rstrip().endswith("The sum is")
+            finished = own.apply_chat_template([*STARTED[:1], whole_turn], tokenize=False)
+            if stage != "ppo":
+                assert whole(own, made) == finished.rstrip() + own.eos_token
+    for train_on in ("last", "all"):
+        row = {"prompt": [*chat("Why?", "So."), *STARTED], "response": "4."}
+        made, own = row_of(tokenizer, template, row, train_on=train_on)
+        earlier = ["So.<|im_end|>"] * (train_on == "all")
+        learned = [text.strip() for text in covered(own, made)]
+        assert learned == [*earlier, "4.<|im_end|>" + own.eos_token]
+    with pytest.raises(formats.BadRow):
+        row_of(tokenizer, template, {"prompt": [*chat("Why?"), {**SUM, "content": " "}]}, "ppo")
+
+
+def test_two_turns_of_the_assistant_that_the_data_has_stay_two(tokenizer):
+    """Only a column `prompt` begins a turn: in a whole chat both are there, and finished."""
+    messages = [*STARTED, SUM]
+    for row in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        made, own = row_of(tokenizer, CHATML, row)
+        assert whole(own, made) == own.apply_chat_template(messages, tokenize=False).rstrip() + (
+            own.eos_token
+        )

@@ -14,11 +14,15 @@ from tests import kit
 from tests.tiny_models import KINDS, config_of
 
 VOCAB = 100
-WINDOWS = {  # layers that look back over six tokens
+WINDOWS = {  # layers that look back over six tokens; of Gemma 4 the others have larger heads
     "short window": ("mistral", dict(sliding_window=6)),
     "one layer of two": (
         "qwen2",
         dict(sliding_window=6, use_sliding_window=True, max_window_layers=1),
+    ),
+    "Gemma 4": (
+        "gemma4_text",
+        dict(sliding_window=6, num_key_value_heads=2, head_dim=8, hidden_size_per_layer_input=8),
     ),
 }
 every_model = pytest.mark.parametrize("name", [*KINDS, *WINDOWS])
@@ -149,3 +153,13 @@ def test_the_cache_is_reserved_once():
             assert cache.get_seq_length() == end
             places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "Gemma 4"])
+def test_the_memory_of_a_token_is_what_the_cache_holds(name):
+    """A key and a value in each layer. transformers#48501: whoever asks Gemma 4's config for the
+    size of a head gets an error, because it differs by layer."""
+    cache = rollout.reserved_cache(model_of(name), 4)
+    model_of(name)(IDS[:1, :4], use_cache=True, past_key_values=cache)
+    held = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values)) / 4
+    assert rollout.numbers_of_a_token(model_of(name).config) == held

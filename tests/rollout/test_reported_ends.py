@@ -66,6 +66,10 @@ def test_any_end_of_the_model_ends_a_response_everywhere(tokenizer, tmp_path, na
     assert saved == ([1, 542] if ends else 1)
     model.generation_config.eos_token_id = [2, 5]
     assert folders.ends_of(model, tokenizer) == [1]
+    with_more = copy.deepcopy(tokenizer)
+    with_more.add_tokens(["<|eot|>"])  # no special token, and no ordinary one
+    model.generation_config.eos_token_id = [5, len(tokenizer)]
+    assert folders.ends_of(model, with_more) == [1, len(tokenizer)]
 
 
 def test_functions_see_what_the_model_wrote(tokenizer):
