@@ -1,5 +1,7 @@
 """Shared prompts (--share_prompt): a prompt is computed once for several responses to it.
 
+The same layout, without a prompt, packs sequences into rows (--packing of sft.py).
+
 A row is  prompt | y_1 | ... | y_n,  and no response sees another, as in [Wang & Hegde 2024]. What
 comes out is a common.Layout like any other: `mask`, `positions` and `logit_places` differ.
 Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
@@ -11,7 +13,9 @@ Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
     row 1: z0 sees         x0   x1   x2   x3                  z0          and does not see y
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 
 import torch
@@ -24,15 +28,16 @@ from machinery.zero3 import unwrap_model
 PADDING, PROMPT, FIRST = 0, 1, 2  # what a token belongs to; responses: FIRST, FIRST + 1, ...
 
 
-def permitted(args, *models):
-    """Returns whether prompts are shared: --share_prompt, if all architectures permit it."""
-    for model in models if args.share_prompt else ():
+def permitted(args, *models, flag="share_prompt"):
+    """Returns whether rows are shared: the flag's value, if all architectures permit it."""
+    asked = bool(getattr(args, flag))
+    for model in models if asked else ():
         if not can_share_prompt(model, args.max_seq_len):
             kind = f"a {unwrap_model(model).config.model_type} model"
             rows = "each response has a row of its own"
-            ranks.say(f"--share_prompt: {kind} does not permit it; {rows}")
+            ranks.say(f"--{flag}: {kind} does not permit it; {rows}")
             return False
-    return bool(args.share_prompt)
+    return asked
 
 
 def can_share_prompt(model, length):
@@ -90,6 +95,41 @@ def layout(ids, parts, logit_places):
     allowed, positions = who_sees_whom(parts.to(ranks.device()))
     real_tokens = (parts != PADDING).sum(-1)
     return common.Layout(ids, allowed, positions, real_tokens, logit_places)
+
+
+# ---- Step 1: rows without a shared prompt, behind one another (--packing) ----
+def bins(lengths):
+    """Returns which sequences share a row: a list of their numbers for each row.
+
+    Each goes into the first row that has room for it, the long ones first. No row is longer than
+    the longest sequence.
+    """
+    rows, room = [], []  # the numbers of each row's sequences, and how many tokens still fit
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        n = next((n for n, left in enumerate(room) if left >= lengths[i]), len(rows))
+        if n == len(rows):
+            rows.append([])
+            room.append(max(lengths))
+        rows[n].append(i)
+        room[n] -= lengths[i]
+    return rows
+
+
+def packed_rows(sequences, sizes, pad_id, count):
+    """The Layout of B sequences, of which the next `sizes[n]` stand in row n.
+
+    logit_places: (B, count), for the last `count` tokens of each sequence, as common.last_columns
+    has it; for a shorter one the first of these places are another's, and never looked at.
+    real_tokens: (B,).
+    """
+    remaining = iter(sequences)
+    rows = [[*itertools.islice(remaining, size)] for size in sizes]
+    ids, parts = lay_out([[[], *row] for row in rows], pad_id)  # (N, T)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])  # (B,)
+    last = (parts != PADDING).flatten().nonzero()[lengths.cumsum(0) - 1]  # (B, 1) flat places
+    logit_places = last + torch.arange(-count, 0)  # (B, count)
+    packed = layout(ids, parts, logit_places.clamp(min=0))
+    return dataclasses.replace(packed, real_tokens=lengths)
 
 
 # ---- Step 2: pairs ----

@@ -106,6 +106,7 @@ RUNS |= {
     "sft_one_rank_8x1": run("sft", zero=2, rows=8, accumulation=1, ranks=1),
     "sft_one_rank_2x4": run("sft", zero=2, rows=2, accumulation=4, ranks=1),
     "sft_1x4": run("sft", rows=1, accumulation=4),
+    "sft_packed": run("sft", "--packing 1", zero=3, rows=4, accumulation=1),
     "reward_one_rank": run("reward", zero=2, rows=8, accumulation=1, ranks=1),
     "reward_apart": run("reward", "--share_prompt 0", zero=3),
     "ppo_one_rank": run("ppo", zero=2, rows=8, accumulation=1, ranks=1),

@@ -1,5 +1,6 @@
 """--share_prompt: in one row responses get what each of them gets in a row of its own."""
 
+import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import common
 import ppo
 import reward
+import sft
 from machinery import shared_prompts
 from tests.kit import load_model
 
@@ -81,6 +83,57 @@ def test_a_shared_prompt_changes_no_score_and_no_gradient(name, head, tmp_path):
         pairs.append({"prompt_ids": prompt, "responses": both, "row_weight": 1})
     scores = lambda pack: reward.score_pairs(model, reward.collate(pairs, 0, pack))  # noqa: E731
     assert_same(model, scores, reward.plain_rows, shared_prompts.pair_rows)
+
+
+@every_model
+def test_packed_rows_change_no_logprob_and_no_gradient(name, tmp_path):
+    """--packing of sft.py: rows of 12, 9, 5, 4, 3, 3 and 2 tokens, of which one is a filler and one
+    is learned whole, stand in four rows of 12 at most. What they look like: each token goes on from
+    its own first one, and padding is only what no row fits into."""
+    rows = []
+    for prompt, response in ((9, 3), (4, 5), (1, 4), (3, 1), (1, 2), (2, 1), (1, 1)):
+        ids = random_ids(prompt + response, seed=10 * prompt + response).tolist()
+        row = {"prompt_ids": ids[:prompt], "responses": [ids[prompt:]], "row_weight": 1}
+        more = {"prompt_loss_mask": [int(prompt == 4)] * prompt, "length": len(ids)}
+        rows.append({**row, **more})
+    rows[-2]["row_weight"] = 0
+    model = load_model(folder_of(tmp_path, config_of(name)), get_args(), 0).eval()
+    in_order = [rows[i] for part in shared_prompts.bins([r["length"] for r in rows]) for i in part]
+    found = {packed: sft.collate(in_order, 0, packed) for packed in (False, True)}
+    assert len(found[False].ids) == 7 and found[True].ids.shape == (4, 12)
+    assert [x.tolist() for x in found[False].counts()] == [x.tolist() for x in found[True].counts()]
+
+    def outputs(packed):
+        batch = found[packed]
+        return (common.response_logprobs(model, batch, batch.loss_mask),)
+
+    assert_same(model, outputs, False, True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_loses_no_token(seed):
+    """Of random lengths: each sequence stands in one piece, with positions from 0, and is seen by
+    itself alone. There are no more rows than sequences, and two rows that are at most half full
+    never stay apart."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 12))]
+    sequences = [[100 * (i + 1) + j for j in range(n)] for i, n in enumerate(lengths)]
+    count = max(lengths) - 1
+    bins = shared_prompts.bins(lengths)
+    sequences = [sequences[i] for part in bins for i in part]
+    batch = shared_prompts.packed_rows(sequences, [len(part) for part in bins], 0, count)
+    flat, positions, T = batch.ids.flatten(), batch.positions.flatten(), batch.ids.shape[1]
+    assert T == max(lengths) and sorted(flat[flat > 0].tolist()) == sorted(sum(sequences, []))
+    for i, ids in enumerate(sequences):
+        start = flat.tolist().index(ids[0])
+        assert flat[start : start + len(ids)].tolist() == ids
+        assert positions[start : start + len(ids)].tolist() == [*range(len(ids))]
+        seen = batch.mask[start // T, 0, start % T + len(ids) - 1].nonzero()[:, 0] + start // T * T
+        assert flat[seen].tolist() == ids
+        scored = batch.logit_places[i][max(0, count - len(ids) + 1) :]
+        assert flat[scored + 1].tolist() == ids[1:][-count:]
+    filled = (batch.ids > 0).sum(1)
+    assert (filled <= T // 2).sum() <= 1
 
 
 @pytest.mark.parametrize("seed", [None, 1])
