@@ -94,7 +94,8 @@ CPU = [
     Row("sft", "sft", "--max_seq_len 512", "ours trl trl+len", batch=8, steps=16),
     Row("reward", "reward", "--max_seq_len 512", batch=4, steps=16),
     Row("ppo", "ppo", SHORT, batch=8, steps=6),
-    # the peer of these two is TRL's GRPOTrainer: 1.16 or newer, which --peer_python can name
+    # The peer of these two is TRL's GRPOTrainer, of a TRL that --peer_python can name: 1.14.2, the
+    # last that on a CPU makes no logits of prompts.
     Row("grpo", "ppo", GRPO, batch=32, samples=4, steps=6),
     Row("grpo accumulation", "ppo", GRPO, batch=32, samples=4, steps=6, accumulation=8),
     Row("zero3", "ppo", f"{SHORT} --zero_stage 3", batch=8, steps=12, ranks=2, dtypes="fp32"),

@@ -29,7 +29,7 @@ ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+    "zero_optimization": {"stage": 3},
 }
 
 
@@ -132,6 +132,8 @@ def main(result, side, script, *flags):
     rows_of_step = args.per_device_eval_batch_size  # bench.py gives one number for all batches
     tokenizer = folders.load_tokenizer(path)
     rows, held_out = load_rows(args, open_sources(args, script), tokenizer, limit)
+    if args.dtype == "bf16":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # TRL's PPO does not look at `bf16`
     if zero3:  # accelerate's own way
         config = work / "trl-zero3.json"
         config.write_text(json.dumps(ZERO3))
