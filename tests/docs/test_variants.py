@@ -391,6 +391,23 @@ def test_the_band_variant_by_hand(tmp_path):
     assert ppo.band_means(args, [batch]) == {"in_band_fraction": 0.5}
 
 
+def test_the_dppo_variant_by_hand(tmp_path):
+    """A likely token that has lost 0.2 is dropped where its advantage is negative, and where that
+    is positive it comes back. A rare one that is ten times as likely as before trains on, though
+    PPO clips it. A token that was certain, and is, has no divergence."""
+    ppo = patched("dppo", tmp_path)
+    old, new = (torch.tensor(x).log() for x in ([0.9, 0.9, 1e-3, 1.0], [0.7, 0.7, 1e-2, 1.0]))
+    given = new.requires_grad_(), old, torch.tensor([-1.0, 1.0, 1.0, 1.0])
+    assert ppo.policy_loss(*given, 0.2)[2].tolist() == [1, 0, 1, 0]
+    # KL: 0.9 * log(0.9 / 0.7) + 0.1 * log(0.1 / 0.3) = 0.1163, of the rare token 0.0067
+    bounds = ("tv", 0.19, 1), ("tv", 0.21, 0), ("kl", 0.116, 1), ("kl", 0.117, 0)
+    for trust_region, most, first in bounds:
+        loss, ratio, dropped = ppo.divergence_loss(*given, trust_region, most)
+        assert dropped.tolist() == [first, 0, 0, 0], (trust_region, most)
+        (gradient,) = torch.autograd.grad(loss.sum(), new)  # -ratio * A
+        assert numbers(gradient) == [0.7778 * (1 - first), -0.7778, -10, -1] == numbers(loss)
+
+
 def test_the_ensemble_variant_by_hand(tmp_path):
     """Each judge is the harshest one of another response, and all its tokens count there: a minimum
     token by token would mix the two."""
