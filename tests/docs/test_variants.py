@@ -408,6 +408,27 @@ def test_the_dppo_variant_by_hand(tmp_path):
         assert numbers(gradient) == [0.7778 * (1 - first), -0.7778, -10, -1] == numbers(loss)
 
 
+def test_the_entropy_mask_variant_by_hand(tmp_path):
+    """Of eight tokens that count, in two micro-batches, a quarter trains: two of the first one. KL
+    in the loss counts on the others, too, unless the divisor leaves them out."""
+    ppo = patched("entropy-mask", tmp_path)
+    args = SimpleNamespace(top_entropy=0.25, mask_truncated=0, kl_coef=1.0, kl_in="loss")
+    args.clip, args.clip_high, args.kl_estimator, args.entropy_coef = 0.2, None, "k2", 0.0
+    ones = torch.ones(2, 2)
+    entropies = [[0.1, 0.9], [0.8, 0.2]], [[0.3, 0.4], [0.5, 0.6]], [[9.0, 9], [9, 9]]
+    given = zip(entropies, (ones, ones, 0 * ones))  # the third holds fillers
+    batches = [micro_batch(entropy=torch.tensor(e), response_mask=mask) for e, mask in given]
+    ppo.mark_forks(args, batches)
+    assert [b.forks.tolist() for b in batches[1:]] == [[[0, 0], [0, 0]]] * 2
+    batch = batches[0]
+    assert batch.forks.tolist() == [[0, 1], [1, 0]]
+    batch.old_logprobs, batch.advantages, batch.ref_logprobs = 0 * ones, ones, ones
+    loss, *_ = ppo.actor_loss(args, batch, 0 * ones, None)  # KL: 1 ** 2 / 2
+    assert loss.tolist() == [[0.5, -0.5], [-0.5, 0.5]]
+    args.loss_mean = "tokens"  # with --divide_by kept, optimizer_step passes these masks on
+    assert ppo.loss_weights(args, [b.forks for b in batches])[1] == 2
+
+
 def test_the_ensemble_variant_by_hand(tmp_path):
     """Each judge is the harshest one of another response, and all its tokens count there: a minimum
     token by token would mix the two."""
