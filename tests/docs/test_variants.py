@@ -429,6 +429,37 @@ def test_the_entropy_mask_variant_by_hand(tmp_path):
     assert ppo.loss_weights(args, [b.forks for b in batches])[1] == 2
 
 
+def test_the_remax_variant_by_hand(tmp_path, monkeypatch):
+    """One likeliest response to each prompt: its reward is the baseline of all of the prompt's,
+    clipped and without KL as it has no log-probs. KL of the tokens to come still counts."""
+    ppo = patched("remax", tmp_path)
+    asked, ones = [], torch.ones(2, 2)
+
+    def roll_out(args, actor, tokenizer, rows, step, size):
+        asked.append((args.top_k, [row["group"] for row in rows]))
+        return rows
+
+    def one_batch(tokenizer, rows, size):
+        given = dict(last=torch.tensor([[0.0, 1.0]] * len(rows)), ended=torch.ones(len(rows)))
+        return [micro_batch(responses=rows, response_mask=torch.ones(len(rows), 2), **given)]
+
+    monkeypatch.setattr(ppo, "roll_out", roll_out)
+    monkeypatch.setattr(ppo, "make_micro_batches", one_batch)
+    names = dict(top_k=0, rollout_batch_size=4, per_device_training_batch_size=4, gamma=1.0)
+    names |= dict(clip_reward=5.0, missing_eos_penalty=0.0, kl_in="reward", kl_coef=0.1)
+    args = SimpleNamespace(**names, kl_estimator="k1")
+    judge = lambda batch: batch.last * torch.tensor([[9.0], [2.0]])  # noqa: E731
+    models = SimpleNamespace(actor=None, functions={}, judge=judge)
+    rows = [dict(group=i // 2, sample=i % 2) for i in range(4)]
+    ppo.score_likeliest(args, models, None, rows, 5)
+    assert asked == [(1, [0, 1])] and args.top_k == 0
+    assert [row["likeliest"] for row in rows] == [5, 5, 2, 2]
+    rewards = torch.tensor([[-0.1, 4.0], [-0.1, 3.0]])
+    batch = micro_batch(responses=rows[1:3], rewards=rewards, response_mask=ones)
+    advantages, returns = ppo.remax_advantages(args, batch)
+    assert numbers(advantages.flatten()) == [-1.1, -1, 0.9, 1] and returns is None
+
+
 def test_the_ensemble_variant_by_hand(tmp_path):
     """Each judge is the harshest one of another response, and all its tokens count there: a minimum
     token by token would mix the two."""
