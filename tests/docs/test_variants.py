@@ -391,6 +391,75 @@ def test_the_band_variant_by_hand(tmp_path):
     assert ppo.band_means(args, [batch]) == {"in_band_fraction": 0.5}
 
 
+def test_the_dppo_variant_by_hand(tmp_path):
+    """A likely token that has lost 0.2 is dropped where its advantage is negative, and where that
+    is positive it comes back. A rare one that is ten times as likely as before trains on, though
+    PPO clips it. A token that was certain, and is, has no divergence."""
+    ppo = patched("dppo", tmp_path)
+    old, new = (torch.tensor(x).log() for x in ([0.9, 0.9, 1e-3, 1.0], [0.7, 0.7, 1e-2, 1.0]))
+    given = new.requires_grad_(), old, torch.tensor([-1.0, 1.0, 1.0, 1.0])
+    assert ppo.policy_loss(*given, 0.2)[2].tolist() == [1, 0, 1, 0]
+    # KL: 0.9 * log(0.9 / 0.7) + 0.1 * log(0.1 / 0.3) = 0.1163, of the rare token 0.0067
+    bounds = ("tv", 0.19, 1), ("tv", 0.21, 0), ("kl", 0.116, 1), ("kl", 0.117, 0)
+    for trust_region, most, first in bounds:
+        loss, ratio, dropped = ppo.divergence_loss(*given, trust_region, most)
+        assert dropped.tolist() == [first, 0, 0, 0], (trust_region, most)
+        (gradient,) = torch.autograd.grad(loss.sum(), new)  # -ratio * A
+        assert numbers(gradient) == [0.7778 * (1 - first), -0.7778, -10, -1] == numbers(loss)
+
+
+def test_the_entropy_mask_variant_by_hand(tmp_path):
+    """Of eight tokens that count, in two micro-batches, a quarter trains: two of the first one. KL
+    in the loss counts on the others, too, unless the divisor leaves them out."""
+    ppo = patched("entropy-mask", tmp_path)
+    args = SimpleNamespace(top_entropy=0.25, mask_truncated=0, kl_coef=1.0, kl_in="loss")
+    args.clip, args.clip_high, args.kl_estimator, args.entropy_coef = 0.2, None, "k2", 0.0
+    ones = torch.ones(2, 2)
+    entropies = [[0.1, 0.9], [0.8, 0.2]], [[0.3, 0.4], [0.5, 0.6]], [[9.0, 9], [9, 9]]
+    given = zip(entropies, (ones, ones, 0 * ones))  # the third holds fillers
+    batches = [micro_batch(entropy=torch.tensor(e), response_mask=mask) for e, mask in given]
+    ppo.mark_forks(args, batches)
+    assert [b.forks.tolist() for b in batches[1:]] == [[[0, 0], [0, 0]]] * 2
+    batch = batches[0]
+    assert batch.forks.tolist() == [[0, 1], [1, 0]]
+    batch.old_logprobs, batch.advantages, batch.ref_logprobs = 0 * ones, ones, ones
+    loss, *_ = ppo.actor_loss(args, batch, 0 * ones, None)  # KL: 1 ** 2 / 2
+    assert loss.tolist() == [[0.5, -0.5], [-0.5, 0.5]]
+    args.loss_mean = "tokens"  # with --divide_by kept, optimizer_step passes these masks on
+    assert ppo.loss_weights(args, [b.forks for b in batches])[1] == 2
+
+
+def test_the_remax_variant_by_hand(tmp_path, monkeypatch):
+    """One likeliest response to each prompt: its reward is the baseline of all of the prompt's,
+    clipped and without KL as it has no log-probs. KL of the tokens to come still counts."""
+    ppo = patched("remax", tmp_path)
+    asked, ones = [], torch.ones(2, 2)
+
+    def roll_out(args, actor, tokenizer, rows, step, size):
+        asked.append((args.top_k, [row["group"] for row in rows]))
+        return rows
+
+    def one_batch(tokenizer, rows, size):
+        given = dict(last=torch.tensor([[0.0, 1.0]] * len(rows)), ended=torch.ones(len(rows)))
+        return [micro_batch(responses=rows, response_mask=torch.ones(len(rows), 2), **given)]
+
+    monkeypatch.setattr(ppo, "roll_out", roll_out)
+    monkeypatch.setattr(ppo, "make_micro_batches", one_batch)
+    names = dict(top_k=0, rollout_batch_size=4, per_device_training_batch_size=4, gamma=1.0)
+    names |= dict(clip_reward=5.0, missing_eos_penalty=0.0, kl_in="reward", kl_coef=0.1)
+    args = SimpleNamespace(**names, kl_estimator="k1")
+    judge = lambda batch: batch.last * torch.tensor([[9.0], [2.0]])  # noqa: E731
+    models = SimpleNamespace(actor=None, functions={}, judge=judge)
+    rows = [dict(group=i // 2, sample=i % 2) for i in range(4)]
+    ppo.score_likeliest(args, models, None, rows, 5)
+    assert asked == [(1, [0, 1])] and args.top_k == 0
+    assert [row["likeliest"] for row in rows] == [5, 5, 2, 2]
+    rewards = torch.tensor([[-0.1, 4.0], [-0.1, 3.0]])
+    batch = micro_batch(responses=rows[1:3], rewards=rewards, response_mask=ones)
+    advantages, returns = ppo.remax_advantages(args, batch)
+    assert numbers(advantages.flatten()) == [-1.1, -1, 0.9, 1] and returns is None
+
+
 def test_the_ensemble_variant_by_hand(tmp_path):
     """Each judge is the harshest one of another response, and all its tokens count there: a minimum
     token by token would mix the two."""
