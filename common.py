@@ -56,7 +56,7 @@ class Layout:
     ids: Tensor  # (N, T)
     mask: Tensor  # (N, T) 1 on real tokens; or (N, 1, T, T) 1 where token i may attend to token j
     positions: Tensor  # (N, T) position ids
-    real_tokens: Tensor  # (N,) tokens without padding, of a row; (B,) where responses are packed
+    real_tokens: Tensor  # (N,) tokens of a row, without padding; (B,) of a response, where packed
     # (B, R) flat place, in N x T, of the logits (or value) before each token. They must increase
     # over the tokens whose log-probs are taken, because logits come in flat order.
     logit_places: Tensor

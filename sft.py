@@ -6,8 +6,8 @@
 
 The model learns to continue a prompt with its response: cross entropy on the response's tokens,
 EOS included, and in chats on the assistant's turns before it (--train_on). The parts of
-main(): 1 data, 2 model, 3 train, 4 save. With --packing 1 several rows go into one, without
-padding between them, and none sees another (machinery/shared_prompts.py).
+main(): 1 data, 2 model, 3 train, 4 save. With --packing 1 short rows share a row of the forward, in
+place of padding, and none sees another (collate_packed).
 
 Token layout of a micro-batch of B = 2 rows, T = 6 tokens ('-' is padding). The last R = 3 columns
 hold every token that the loss covers. Here R is the length of the longest response.
@@ -19,6 +19,7 @@ hold every token that the loss covers. Here R is the length of the longest respo
     here M = 3 + 2
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def get_args(argv=None):
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
-    arg("packing", 0, "1: several rows of a micro-batch in one, in place of padding", most=1)
+    arg("packing", 0, "1: short rows share a row of a micro-batch (--group_by_length 0)", most=1)
     return flags.parse(parser, TOY, argv, "sft")
 
 
@@ -85,28 +86,34 @@ class MicroBatch(common.Layout):
         return (self.real_tokens * self.row_weight).sum(), self.row_weight.sum()
 
 
-def collate(rows, pad_id, packed=False):
+def collate(rows, pad_id):
     """Lays out B rows (dicts, see part 1 of main) in a MicroBatch.
 
-    The loss never covers a row's first token, which nothing predicts, nor a filler row. packed:
-    rows that fit into one row of the forward stand there side by side.
+    The loss never covers a row's first token, which nothing predicts, nor a filler row.
     """
-    if packed:
-        bins = shared_prompts.bins([row["length"] for row in rows])
-        rows = [rows[i] for part in bins for i in part]
     sequences = [row["prompt_ids"] + row["responses"][0] for row in rows]
+    ids, mask = common.pad(sequences, pad_id)  # (B, T)
     covered = [row["prompt_loss_mask"] + [1] * len(row["responses"][0]) for row in rows]
     loss_mask, _ = common.pad([[0] + row[1:] for row in covered], 0, dtype=torch.float)  # (B, T)
     first = loss_mask.any(0).nonzero()[0].item()  # the leftmost column that counts; R = T - first
     row_weight = torch.tensor([row["row_weight"] for row in rows])
     loss_mask = loss_mask[:, first:] * row_weight[:, None]  # (B, R)
-    if packed:
-        sizes, count = [len(part) for part in bins], loss_mask.shape[1]
-        layout = shared_prompts.packed_rows(sequences, sizes, pad_id, count)
-    else:
-        ids, mask = common.pad(sequences, pad_id)  # (B, T)
-        layout = common.last_columns(ids, mask, count=loss_mask.shape[1])
+    layout = common.last_columns(ids, mask, count=loss_mask.shape[1])
     return MicroBatch(**vars(layout), loss_mask=loss_mask, row_weight=row_weight)
+
+
+def collate_packed(rows, pad_id):
+    """Does what collate does, but short rows share a row of the forward (--packing).
+
+    The B rows come in another order, that of the N <= B rows of the forward.
+    """
+    bins = shared_prompts.bins([row["length"] for row in rows])
+    rows = [rows[i] for together in bins for i in together]
+    batch = collate(rows, pad_id)
+    sequences = [row["prompt_ids"] + row["responses"][0] for row in rows]
+    sizes, count = [len(together) for together in bins], batch.loss_mask.shape[1]
+    layout = shared_prompts.packed_rows(sequences, sizes, pad_id, count)
+    return dataclasses.replace(batch, **vars(layout))
 
 
 def sft_loss_sum(logprobs, loss_mask):
@@ -157,13 +164,13 @@ def main():
     batch_size, micro_steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = run.plan(tokenizer, train, held_out, batch_size, micro_steps)
 
-    def collate_rows(rows):
-        return collate(rows, tokenizer.pad_token_id, packed)
-
     # ---- 2 model ----
     model = common.load_model(args)
     engine = common.train_engine(model, args, batch_size, micro_steps, steps)
     packed = shared_prompts.permitted(args, engine, flag="packing")
+
+    def collate_rows(rows):
+        return (collate_packed if packed else collate)(rows, tokenizer.pad_token_id)
 
     checks.refuse_if_padding_matters(run, engine)  # padding must not change a log-prob
 

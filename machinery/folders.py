@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import os
 import re
@@ -259,7 +258,9 @@ def load_tokenizer(path, args=None, in_chats=False):
         raise Refused("no-eos", f"{path}/tokenizer_config.json names no eos_token.")
     if in_chats and (end := end_of_turn(tokenizer)) != tokenizer.eos_token:
         ranks.say(f"responses end with the chat template's {end}, not {tokenizer.eos_token}")
-        tokenizer.add_special_tokens({"eos_token": end})
+        token = tokenizer.added_tokens_decoder[tokenizer.convert_tokens_to_ids(end)]
+        token.special = True  # so that a text that spells it is text
+        tokenizer.add_special_tokens({"eos_token": token})
         if tokenizer.pad_token == end:  # others would take the end of a turn for padding
             tokenizer.pad_token = None
     if tokenizer.pad_token_id is None:
@@ -316,7 +317,6 @@ def ends_of(model, tokenizer):
     return [tokenizer.eos_token_id, *sorted(others.intersection(tokenizer.added_tokens_decoder))]
 
 
-@functools.cache  # with 150,000 tokens it takes a tenth of a second
 def known_ids(model, tokenizer):
     """Returns the ids, ascending, that have a token and a row of the output matrix.
 

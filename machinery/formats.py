@@ -22,7 +22,6 @@ FORMATS = {  # columns: the stages that can make their rows of them
     "text": "sft",  # learned whole
 }
 NOT_LEARNED = "weight", "loss", "train", "trainable"  # of a message that says 0 or false there
-PREFIX = "prefix"  # true in a message that the response goes on from, as in Mistral's API
 NAMES = {  # --columns of sets in our presets' blends, which need not be given
     "Dahoas/synthetic-instruct-gptj-pairwise": {"instruction": "prompt"},
 }
@@ -36,12 +35,16 @@ class LeftOut(ValueError):
     """Says why a row is left out, and counted: there is nothing to learn from it."""
 
 
+class Begun(list):
+    """Chat messages of which the response continues the last one, the assistant's."""
+
+
 class Example(NamedTuple):
     """What a row holds. What it does not have is None.
 
-    A prompt is text or a list of chat messages; the response goes on from a last one of the
-    assistant's, which is marked with PREFIX. A response is text, or the assistant's message if it
-    has more than a content (reasoning_content). `question` is the prompt of step 3 where that is
+    A prompt is text or a list of chat messages, a Begun if the response continues the last one. A
+    response is text, or the assistant's message if it has more than a content (reasoning_content).
+    `question` is the prompt of step 3 where that is
     another one: a chat that goes on after its last response. train_on: what --train_on means where
     it is not given. Where it is "everything", the prompt is a text to be learned whole.
     """
@@ -123,8 +126,8 @@ def read_chat(name, messages):
 
 
 def is_learned(message):
-    """Returns whether a message is the assistant's, and nothing says that it is not learned."""
-    kept = not (message.get(PREFIX) or any(message.get(name) in (0, False) for name in NOT_LEARNED))
+    """Returns whether a message is the assistant's, and does not say that it is not learned."""
+    kept = not any(message.get(name) in (0, False) for name in NOT_LEARNED)
     return kept and message["role"] == "assistant"
 
 
@@ -184,13 +187,14 @@ def read_responses(row):
 
 
 def begun(prompt):
-    """Returns a chat of which a last message of the assistant's is marked as begun: PREFIX."""
+    """Returns a chat as Begun if it ends with words of the assistant's.
+
+    An empty last message of the assistant's is only the opening of its turn, and left out.
+    """
     last = prompt[-1]
-    if last["role"] != "assistant":
+    if last["role"] != "assistant" or last.get("tool_calls"):
         return prompt
-    if not last["content"].strip():
-        raise BadRow("prompt ends with an empty message of the assistant: take it out")
-    return [*prompt[:-1], {**last, PREFIX: True}]
+    return Begun(prompt) if last["content"].strip() else prompt[:-1]
 
 
 def continued(asked, start):

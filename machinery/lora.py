@@ -179,7 +179,7 @@ def few_outputs(model):
     with zero3.gather_for_generation(model) as (_, synced):
         if synced:
             return None
-        # Not the first ids, special tokens, where SmolLM2's outputs in bf16 are mostly rounding
+        # Not the first ids, special tokens: there SmolLM2's outputs in bf16 change by a quarter
         apart = model.config.get_text_config().vocab_size // 17
         ids = torch.arange(1, 17, device=model.device)[None] * apart  # (1, 16)
         if model.can_generate():
@@ -190,12 +190,12 @@ def few_outputs(model):
 def is_far(merged, adapted, plain):
     """Returns whether outputs of the merged model are not the adapted ones, but for rounding.
 
-    The adapters' own effect is the measure. plain: the outputs without them. Rounding changes the
-    outputs of SmolLM2 by 1 to 2 % in bf16; here up to 3 % are taken for it.
+    The measure is what the adapters change: plain are the outputs without them. What changes less
+    than rounding may change cannot be told from it: 9 % of the outputs in bf16, 0.03 % in fp32.
     """
     difference, effect = (adapted - merged).abs().mean(), (adapted - plain).abs().mean()
-    rounding = 4 * torch.finfo(plain.dtype).eps * plain.abs().mean()
-    return difference > effect / 2 + rounding
+    rounding = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().mean()
+    return difference > max(effect / 2, rounding)
 
 
 def merge_state(model, state):

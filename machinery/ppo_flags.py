@@ -147,7 +147,8 @@ def check_models(args, tokenizer, in_chats=False):
         if path in judges:
             folders.refuse_other_kind(path, config, scores=True)
             if in_chats and probe(other) is None:
-                ranks.say(f"{path} has no chat template: it reads chats in the actor's")
+                words = "has no chat template for such chats: it will read them in the actor's"
+                ranks.say(f"{path} {words}")
             elif in_chats and probe(other) != probe(tokenizer):
                 words = f"{path} was trained on chats in another template than the actor's."
                 raise Refused("other-template", f"{words}\n  Run reward.py on the actor.")

@@ -117,12 +117,13 @@ def new_cache(model, ids, mask, count):
 
 
 def numbers_of_a_token(config):
-    """Returns how many numbers a token has in the cache: a key and a value in each layer.
+    """Returns how many numbers a token has in the cache at most: a key and a value in each layer.
 
     config: of a language model.
     """
     count = 0
-    for layer in config.per_layer_config:  # in which Gemma 4's differ
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    for layer in config.per_layer_config[:own]:  # in which Gemma 4's differ
         heads = getattr(layer, "num_attention_heads", 0)  # Mamba has none
         width = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
         count += 2 * (getattr(layer, "num_key_value_heads", None) or heads) * width

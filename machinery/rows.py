@@ -23,7 +23,7 @@ STAGES = ("sft", "reward", "ppo")  # in the order of --data_split
 TEXTS = {"sft": ["response"], "reward": ["chosen", "rejected"], "ppo": []}  # of an Example
 MANY = 10_000  # rows that take some ten seconds to tokenise: several processes share the work
 MOST_HELD_OUT = 2_000  # rows: a share of them is known to 0.02, and an evaluation takes its time
-EMPTY = "empty prompt or response, or none that is learned"
+EMPTY = "empty prompt or response, or no response that is learned"
 
 
 # ---- One row ----
@@ -85,7 +85,7 @@ def tokenise_row(row, tokenizer, stage, limit, train_on=None, columns=(), names=
             )
             ids, responses = cut(tokenizer, whole, answers, limit)
             if isinstance(prompt, list):
-                lost = tokens.unwritten(tokenizer, prompt, texts)
+                lost = tokens.unwritten(tokenizer, prompt, texts, bare=found == tokens.BARE)
             notes = {
                 "are dialogues as text, and get the chat template": prompt is not text,
                 "are plain text, and get no chat template": tokenizer.chat_template and bare,

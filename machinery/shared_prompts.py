@@ -29,13 +29,12 @@ PADDING, PROMPT, FIRST = 0, 1, 2  # what a token belongs to; responses: FIRST, F
 
 
 def permitted(args, *models, flag="share_prompt"):
-    """Returns whether rows are shared: the flag's value, if all architectures permit it."""
+    """Returns the flag's value, or False, and says so, if an architecture does not permit it."""
     asked = bool(getattr(args, flag))
     for model in models if asked else ():
         if not can_share_prompt(model, args.max_seq_len):
             kind = f"a {unwrap_model(model).config.model_type} model"
-            rows = "each response has a row of its own"
-            ranks.say(f"--{flag}: {kind} does not permit it; {rows}")
+            ranks.say(f"--{flag}: {kind} does not permit it; no row is shared")
             return False
     return asked
 
@@ -97,7 +96,7 @@ def layout(ids, parts, logit_places):
     return common.Layout(ids, allowed, positions, real_tokens, logit_places)
 
 
-# ---- Step 1: rows without a shared prompt, behind one another (--packing) ----
+# ---- Step 1: rows that share no prompt (--packing) ----
 def bins(lengths):
     """Returns which sequences share a row: a list of their numbers for each row.
 
@@ -116,11 +115,11 @@ def bins(lengths):
 
 
 def packed_rows(sequences, sizes, pad_id, count):
-    """The Layout of B sequences, of which the next `sizes[n]` stand in row n.
+    """The Layout of B sequences: row n holds the next `sizes[n]` of them, one after another.
 
     logit_places: (B, count), for the last `count` tokens of each sequence, as common.last_columns
-    has it; for a shorter one the first of these places are another's, and never looked at.
-    real_tokens: (B,).
+    has it. Where a sequence is shorter, the first of its places belong to another, and masks leave
+    them out. real_tokens: (B,).
     """
     remaining = iter(sequences)
     rows = [[*itertools.islice(remaining, size)] for size in sizes]

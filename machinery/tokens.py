@@ -4,7 +4,7 @@ import copy
 import json
 import re
 
-from machinery.formats import ASSISTANT, HUMAN, PREFIX, BadRow, LeftOut, content, is_learned
+from machinery.formats import ASSISTANT, HUMAN, BadRow, Begun, LeftOut, content, is_learned
 from machinery.refused import Refused
 
 # Of rows, with their number in front:
@@ -17,9 +17,9 @@ THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a message b
 def tokenise_prompt(tokenizer, prompt):
     """Returns the token ids of a prompt: text, or a list of chat messages.
 
-    Of chat messages it ends with the opening of the assistant's next turn, or within the turn that
-    the last message begins. Text that spells a
-    special token is data: it is split like any other text.
+    Of chat messages it ends with the opening of the assistant's next turn; of a Begun, with its
+    last message, whose turn is still open. Text that spells a special token is data: it is split
+    like any other text.
     """
     if isinstance(prompt, list):
         return tokenise_text(tokenizer, render(tokenizer, prompt, opening=True), split=False)
@@ -98,7 +98,7 @@ def tokenise_turns(tokenizer, prompt, response):
     last, found = tokenise_turn(tokenizer, prompt, response)
     rendered = render(tokenizer, prompt, opening=True)
     parts, end, bare = [], 0, found
-    for i, message in enumerate(prompt):
+    for i, message in enumerate(prompt[:-1] if isinstance(prompt, Begun) else prompt):
         # There is nothing to render before a first message.
         if bare or i == 0 or not is_learned(message):
             continue
@@ -151,18 +151,19 @@ def with_options(tokenizer, options):
 
 
 def answered(prompt, response):
-    """Returns a chat, and after it a response, text or a message, which may end a turn begun."""
+    """Returns a chat with the response to it, text or a message: a further turn, or a Begun's."""
     last = response if isinstance(response, dict) else {"role": "assistant", "content": response}
-    if not prompt[-1].get(PREFIX):
+    if not isinstance(prompt, Begun):
         return [*prompt, last]
-    return [*prompt[:-1], {**last, "content": prompt[-1]["content"] + last["content"]}]
+    *before, start = prompt
+    return [*before, {**start, **last, "content": start["content"] + last["content"]}]
 
 
-def unwritten(tokenizer, prompt, responses):
+def unwritten(tokenizer, prompt, responses, bare):
     """Returns what of a chat the template does not write: the role of a turn, a field, or "".
 
     Qwen's templates know no `developer`, for example. That some drop the thoughts of the
-    assistant's earlier turns is their design.
+    assistant's earlier turns is their design. bare: a response is its content by itself.
     """
     opened = render(tokenizer, prompt, opening=True)
     for message in prompt:
@@ -170,7 +171,7 @@ def unwritten(tokenizer, prompt, responses):
             return f"a turn of {message['role']}"
     for message in responses:
         if isinstance(message, dict):  # text has no other fields
-            closed = render(tokenizer, answered(prompt, message))
+            closed = "" if bare else render(tokenizer, answered(prompt, message))
             for name in THOUGHTS:
                 if str(message.get(name) or "").strip() not in closed:
                     return name
@@ -180,7 +181,7 @@ def unwritten(tokenizer, prompt, responses):
 def render(tokenizer, messages, opening=False):
     """Returns what the chat template writes, with `opening` also that of the assistant's turn.
 
-    With `opening` a turn that the last message begins (formats.PREFIX) is not ended.
+    With `opening` the last turn of a Begun is not ended.
     Raises LeftOut if the template refuses the messages, or if one of them spells a special token:
     in what a template writes it would be that token, and could end a turn. Tokens that are not
     special, such as <think>, are left to the template. Refuses the run if there is no template.
@@ -188,6 +189,7 @@ def render(tokenizer, messages, opening=False):
     if tokenizer.chat_template is None:
         words = "a prompt is a chat, and the tokenizer has no chat template."
         raise Refused("chat-template", f"{words} Take a chat model's.")
+    begun = opening and isinstance(messages, Begun)
     # Tables fill up with null what only other rows have.
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     said = "\0".join(str(value) for message in messages for value in message.values())
@@ -195,7 +197,6 @@ def render(tokenizer, messages, opening=False):
     if any(token in said for token in special):
         raise LeftOut("a message spells a special token, which in a chat would be that token")
     try:
-        begun = opening and bool(messages[-1].get(PREFIX))
         options = {"add_generation_prompt": opening and not begun, "continue_final_message": begun}
         out = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # "roles must alternate", or whatever its code raises

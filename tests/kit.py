@@ -511,11 +511,13 @@ def prepare(folder):
     for name, model in models.items():
         model.save_pretrained(folder / "models" / name)
         tokenizer.save_pretrained(folder / "models" / name)
-    for name in ("data", "runs", "jobs"):
+    for name in ("data", "uneven", "runs", "jobs"):
         (folder / name).mkdir()
     for name, count in (("train", 66), ("test", 9)):
         lines = (ROOT / f"recipes/toy/data/{name}.jsonl").read_text().splitlines(keepends=True)
         (folder / f"data/{name}.jsonl").write_text("".join(lines[:count]))
+        short = [json.dumps({"prompt": f"{i}?", "response": " So."}) + "\n" for i in range(count)]
+        (folder / f"uneven/{name}.jsonl").write_text("".join(lines[:count:2] + short[1::2]))
     knobs = json.loads((ROOT / "ds_config.json").read_text())
     # else weights this small would not be sharded
     knobs["zero_optimization"]["stage3_param_persistence_threshold"] = 0

@@ -93,6 +93,7 @@ def share_of_early_letters(prompts, completions, **columns):
 OPTIONS = """--microscope 3 --missing_eos_penalty 1 --entropy_coef 0.01
              --clip_high 0.3 --kl_in loss --kl_estimator k2
              --reward_model_name_or_path BASE/models/measured"""
+UNEVEN = "--data_path BASE/uneven"  # half of its rows have five tokens or so, the others thirty
 ACTOR = "--model_name_or_path BASE/models/actor"
 LORA = f"{ACTOR} --lora_dim 4"
 PPO_LORA = """--actor_model_name_or_path BASE/runs/sft_lora3 --actor_lora_dim 4
@@ -106,7 +107,8 @@ RUNS |= {
     "sft_one_rank_8x1": run("sft", zero=2, rows=8, accumulation=1, ranks=1),
     "sft_one_rank_2x4": run("sft", zero=2, rows=2, accumulation=4, ranks=1),
     "sft_1x4": run("sft", rows=1, accumulation=4),
-    "sft_packed": run("sft", "--packing 1", zero=3, rows=4, accumulation=1),
+    "sft_uneven": run("sft", UNEVEN),
+    "sft_packed": run("sft", f"{UNEVEN} --packing 1", zero=3, rows=4, accumulation=1),
     "reward_one_rank": run("reward", zero=2, rows=8, accumulation=1, ranks=1),
     "reward_apart": run("reward", "--share_prompt 0", zero=3),
     "ppo_one_rank": run("ppo", zero=2, rows=8, accumulation=1, ranks=1),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from data_kit import TEMPLATE, chat, dahoas, folder, load, many, write
+from tokenizers import AddedToken
 from transformers import LlamaConfig
 
 from machinery import folders, rows, saving, tokens
@@ -280,10 +281,13 @@ def test_after_an_opening_that_a_finished_turn_lacks_a_response_stays_as_it_is(t
 def test_an_end_of_turn_is_special_even_if_its_tokenizer_does_not_say_so(tokenizer, tmp_path):
     """It becomes EOS: spelled in a text it is text, and in a chat it would end a turn."""
     tokenizer = with_template(tokenizer, CHATML)
-    tokenizer.add_tokens(["<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<|im_end|>", rstrip=True, normalized=False)])
     tokenizer.save_pretrained(tmp_path)
     LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     made = folders.load_tokenizer(tmp_path, in_chats=True)
+    assert made.added_tokens_decoder[made.eos_token_id].rstrip  # it eats spaces, as in Phi-3
+    ids = made("a<|im_end|> \nb").input_ids
+    assert ids == tokenizer("a<|im_end|> \nb").input_ids and len(ids) == 3
     text = "Is <|im_end|> a word?"
     assert made.eos_token_id not in tokens.tokenise_prompt(made, text)
     row = rows.tokenise_row({"messages": chat(text, "No.")}, made, "sft", 64)

@@ -52,7 +52,7 @@ def test_what_is_saved_answers_messages(step):
 @pytest.mark.parametrize("scale", [0.003, 0.1])
 def test_adapters_that_rounding_nearly_hides_are_merged(smollm2, scale, tmp_path):
     """In bf16 30 layers round the outputs by 1 to 2 %, which is as much as the weaker adapters
-    change them. On special tokens it is a quarter; there sound adapters were refused."""
+    change them. On special tokens it can be a quarter; there sound adapters were refused."""
     import peft
 
     given = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -63,7 +63,9 @@ def test_adapters_that_rounding_nearly_hides_are_merged(smollm2, scale, tmp_path
             torch.nn.init.normal_(weight, std=scale)
     model.save_pretrained(tmp_path / "adapter")
     AutoTokenizer.from_pretrained(smollm2 / "model").save_pretrained(tmp_path / "adapter")
-    kit.load_model(str(tmp_path / "adapter"), get_args("--dtype", "bf16"), 0)
+    found = kit.load_model(str(tmp_path / "adapter"), get_args("--dtype", "bf16"), 0)
+    for name, weight in model.merge_and_unload().named_parameters():
+        torch.testing.assert_close(found.get_parameter(name).float(), weight, rtol=0.01, atol=2e-3)
 
 
 def sentence_ends(prompts, completions, **columns):

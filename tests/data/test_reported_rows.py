@@ -196,6 +196,7 @@ def test_a_response_goes_on_from_the_turn_that_the_prompt_begins(tokenizer, temp
     for stage, others in rest.items():
         for other in others:
             made, own = row_of(tokenizer, template, {"prompt": STARTED, **other}, stage)
+            assert json.loads(made["prompt"]) == STARTED  # as functions get it, and rows are known
             stock = own.apply_chat_template(STARTED, continue_final_message=True, tokenize=False)
             assert own.decode(made["prompt_ids"]) == stock and stock.rstrip().endswith("The sum is")
             finished = own.apply_chat_template([*STARTED[:1], whole_turn], tokenize=False)
@@ -207,8 +208,34 @@ def test_a_response_goes_on_from_the_turn_that_the_prompt_begins(tokenizer, temp
         earlier = ["So.<|im_end|>"] * (train_on == "all")
         learned = [text.strip() for text in covered(own, made)]
         assert learned == [*earlier, "4.<|im_end|>" + own.eos_token]
-    with pytest.raises(formats.BadRow):
-        row_of(tokenizer, template, {"prompt": [*chat("Why?"), {**SUM, "content": " "}]}, "ppo")
+    for kind in ("ppo", "sft"):  # an empty start is the opening of a turn
+        row = {"prompt": [*chat("Why?"), {**SUM, "content": " "}], "response": "So."}
+        opened = row_of(tokenizer, template, {**row, "prompt": chat("Why?")}, kind)[0]
+        assert row_of(tokenizer, template, row, kind)[0]["prompt_ids"] == opened["prompt_ids"]
+
+
+def test_a_turn_that_is_begun_keeps_its_thoughts(tokenizer):
+    """Those of the prompt's message, or of the response's."""
+    thought = {"reasoning_content": "2 and 2"}
+    start = [*STARTED[:1], {**STARTED[1], **thought}]
+    for row in ({"prompt": start, "response": "4."}, {"prompt": start, "completion": [SUM]}):
+        made, own = row_of(tokenizer, THINKING, row)
+        said = "<user>2 + 2?\n<assistant><think>2 and 2</think>The sum is 4."
+        assert whole(own, made) == said + own.eos_token and made["notes"] == ""
+    row = {"prompt": STARTED, "completion": [{**SUM, **thought}]}
+    made, own = row_of(tokenizer, THINKING, row)  # the prompt's turn has begun without it
+    assert made["notes"].endswith("leaves out or changes: reasoning_content")
+
+
+def test_a_field_of_the_users_own_begins_nothing(tokenizer):
+    """Mistral's API marks a message that is to be continued with `prefix`. In data this is a name
+    like any other."""
+    marked = [{**message, "prefix": True} for message in chat("How?", "Fine.", "Why?", "So.")]
+    for train_on in ("last", "all"):
+        made, own = row_of(tokenizer, CHATML, {"messages": marked}, train_on=train_on)
+        plain, _ = row_of(tokenizer, CHATML, {"messages": chat("How?", "Fine.", "Why?", "So.")})
+        assert whole(own, made) == whole(own, plain)
+    assert covered(own, made) == ["Fine.<|im_end|>", "So.<|im_end|>" + own.eos_token]
 
 
 def test_two_turns_of_the_assistant_that_the_data_has_stay_two(tokenizer):

@@ -25,6 +25,11 @@ WINDOWS = {  # layers that look back over six tokens; of Gemma 4 the others have
         dict(sliding_window=6, num_key_value_heads=2, head_dim=8, hidden_size_per_layer_input=8),
     ),
 }
+WINDOWS["Gemma 4, shared"] = (  # the last two layers look at the keys of the two before
+    "gemma4_text",
+    {**WINDOWS["Gemma 4"][1], "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+)
 every_model = pytest.mark.parametrize("name", [*KINDS, *WINDOWS])
 LENGTHS = (9, 4, 1, 6, 9, 2, 7, 3)
 PROMPTS = [
@@ -155,11 +160,12 @@ def test_the_cache_is_reserved_once():
     assert len(places) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "Gemma 4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "Gemma 4", "Gemma 4, shared"])
 def test_the_memory_of_a_token_is_what_the_cache_holds(name):
-    """A key and a value in each layer. transformers#48501: whoever asks Gemma 4's config for the
-    size of a head gets an error, because it differs by layer."""
+    """A key and a value in each layer that has its own. transformers#48501: whoever asks Gemma 4's
+    config for the size of a head gets an error, because it differs by layer."""
     cache = rollout.reserved_cache(model_of(name), 4)
     model_of(name)(IDS[:1, :4], use_cache=True, past_key_values=cache)
-    held = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values)) / 4
+    own = [x for each in cache.layers for x in (each.keys, each.values) if x is not None]
+    held = sum(x.numel() for x in own) / 4
     assert rollout.numbers_of_a_token(model_of(name).config) == held

@@ -99,7 +99,7 @@ def test_packed_rows_change_no_logprob_and_no_gradient(name, tmp_path):
     rows[-2]["row_weight"] = 0
     model = load_model(folder_of(tmp_path, config_of(name)), get_args(), 0).eval()
     in_order = [rows[i] for part in shared_prompts.bins([r["length"] for r in rows]) for i in part]
-    found = {packed: sft.collate(in_order, 0, packed) for packed in (False, True)}
+    found = {False: sft.collate(in_order, 0), True: sft.collate_packed(rows, 0)}
     assert len(found[False].ids) == 7 and found[True].ids.shape == (4, 12)
     assert [x.tolist() for x in found[False].counts()] == [x.tolist() for x in found[True].counts()]
 
