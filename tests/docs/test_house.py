@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["sft", "reward", "ppo"]
 WEIGHTS = {  # bytes of code
-    "machinery": 164_000,
+    "machinery": 164_600,
     "tools": 150_500,
     "course/labs": 44_200,
 }

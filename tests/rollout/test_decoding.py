@@ -25,12 +25,12 @@ WINDOWS = {  # layers that look back over six tokens; of Gemma 4 the others have
         dict(sliding_window=6, num_key_value_heads=2, head_dim=8, hidden_size_per_layer_input=8),
     ),
 }
-WINDOWS["Gemma 4, shared"] = (  # the last two layers look at the keys of the two before
+every_model = pytest.mark.parametrize("name", [*KINDS, *WINDOWS])
+WINDOWS["Gemma 4, shared"] = (  # rows are not left out of its cache
     "gemma4_text",
     {**WINDOWS["Gemma 4"][1], "num_hidden_layers": 4, "num_kv_shared_layers": 2}
     | {"layer_types": ["sliding_attention", "full_attention"] * 2},
 )
-every_model = pytest.mark.parametrize("name", [*KINDS, *WINDOWS])
 LENGTHS = (9, 4, 1, 6, 9, 2, 7, 3)
 PROMPTS = [
     torch.randint(2, VOCAB, (n,), generator=torch.Generator().manual_seed(n + 10 * row)).tolist()
