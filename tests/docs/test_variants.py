@@ -3,7 +3,6 @@ however it is laid out, and says what its runs have shown.
 """
 
 import contextlib
-import copy
 import itertools
 import math
 import re
@@ -16,9 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ppo
-from machinery import lora
-from machinery.refused import Refused
 from tests import kit
 from tests.conftest import micro_batch
 from tests.rollout import vllm_stub
@@ -388,36 +384,6 @@ def test_the_cispo_variant_by_hand(tmp_path):
     assert ppo.actor_loss(args, batch, new, None)[2].tolist() == [False, True, True, False]
 
 
-def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, monkeypatch):
-    """The teacher stands in the reference's place, frozen, and has the actor's vocabulary. Without
-    it the reference is the actor's start, as before."""
-    script = patched("distill", tmp_path)
-    for name in ("load_model", "train_engine", "reference_of"):
-        monkeypatch.setattr(script.common, name, lambda *args: "start")
-    frozen = lambda args, *others: args.model_name_or_path  # noqa: E731
-    monkeypatch.setattr(script.common, "frozen_model", frozen)
-    monkeypatch.setattr(script.judges, "load_models", lambda *args: [])
-    words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold".split()
-    for teacher, reference in ([], "start"), (["--teacher_model_name_or_path", "T"], "T"):
-        args = script.get_args(words + teacher)
-        assert script.load_models(args, None, {}, 1).reference == reference
-
-    flags = kit.import_file(tmp_path / "tree/machinery/ppo_flags.py")
-    other = SimpleNamespace(get_vocab=lambda: {"a": 1}, eos_token="</s>")
-    known = {"has_weights": True, "load_config": None, "load_tokenizer": other}
-    for name, value in known.items():
-        monkeypatch.setattr(flags.folders, name, lambda *_, found=value, **__: found)
-    with pytest.raises(Refused, match="T has another vocabulary"):
-        flags.check_models(args, SimpleNamespace(get_vocab=lambda: {"b": 1}, eos_token="</s>"))
-
-
-def test_the_best_of_n_variant_by_hand(tmp_path):
-    """RAFT learns the best response to each prompt."""
-    ppo = patched("best-of-n", tmp_path)
-    totals, groups = torch.tensor([1.0, 3.0, -2.0, -5.0]), torch.tensor([0, 0, 1, 1])
-    assert numbers(ppo.raft(totals, groups)) == [0, 1, 1, 0]
-
-
 def test_the_band_variant_by_hand(tmp_path):
     """The mean log ratio decides, over real tokens: 0.5 and -0.1 make 0.2 = log(1.22). What a cut
     response, or one outside of the band, had for tokens is no part of any divisor either."""
@@ -636,69 +602,3 @@ def test_the_kl_corrected_variant_by_hand(tmp_path):
     for estimator, corrected in (("k3", 1), ("k3", 0), ("k2", 0)):
         gap = (gradient(estimator, corrected) - right).abs().max()
         assert gap < 1e-6 if corrected else gap > 0.02, (estimator, gap)
-
-
-@pytest.mark.slow
-def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model):
-    """Another process samples what this one would, also with new weights. If it is killed the run
-    says so. The folder of the weights is gone when it has ended."""
-    monkeypatch.syspath_prepend(tmp_path / "tree")
-    ppo, model = patched("engine", tmp_path), copy.deepcopy(tiny_model)
-    with open(tmp_path / "tree/common.py", "a") as file:
-        file.write('print("what a library prints is no answer")\n')
-    args, prompts = ppo.get_args(["--max_answer_seq_len", "8"]), [[5, 6, 7], [8, 9]]
-    rows = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(prompts)]
-    given = args, model, tokenizer, rows, 1, 2
-    engine, before = ppo.rollout_engine.RolloutEngine(args), None
-    for _ in range(2):
-        answers, own = engine.roll_out(*given), ppo.roll_out(*given)
-        for row, mine in zip(answers, own):
-            logprobs = mine.pop("per_token")["sampled_logprobs"]
-            assert row.pop("per_token")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
-        assert answers == own != before  # prompts, texts, ids, ended
-        before = answers
-        torch.nn.init.ones_(model.lm_head.weight[::2].data)
-    engine.process.kill()
-    with pytest.raises(RuntimeError, match="has ended with code -9. It was killed"):
-        engine.roll_out(*given)
-    assert not Path(engine.folder).exists()
-
-
-def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
-    """W becomes a view and A a copy, so that an update of A counts from the next call on. Outside
-    of a rollout nothing has changed, not even a bit."""
-    fused, model = (
-        kit.import_file(VARIANTS / "lora-rollout/lora_rollout.py"),
-        copy.deepcopy(tiny_model),
-    )
-    lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
-    logits = torch.no_grad()(lambda _, model: model(torch.arange(5, 9)[None]).logits)
-    before, layer = logits(None, model), model.model.layers[0].self_attn.q_proj
-    fused.fuse(model)
-    assert logits(None, model).equal(before) and layer.rows.data_ptr() == layer.weight.data_ptr()
-    for weight in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
-        torch.nn.init.normal_(weight)
-    expected = logits(None, model)
-    monkeypatch.setattr(fused.Linear, "forward", None)  # peft's own is not called
-    found = fused.with_fused_adapters(logits)(None, model)
-    torch.testing.assert_close(found, expected)
-    assert (found - before).abs().max() > 0.1 and not layer.fused
-
-
-def test_adapters_that_cannot_be_fused_are_refused():
-    """Without adapters, and where a rank holds a part of each weight."""
-    fused = kit.import_file(VARIANTS / "lora-rollout/lora_rollout.py")
-    given = "--preset toy --actor_lora_dim 4 --zero_stage"
-    for flags, refused in ((f"{given} 2", False), (f"{given} 3", True), ("--preset toy", True)):
-        args = ppo.get_args(flags.split())
-        args.fuse_adapters = 1
-        with kit.refuses("fuse-adapters") if refused else contextlib.nullcontext():
-            fused.check(args)
-
-
-def test_the_vc_ppo_variant_by_hand(tmp_path):
-    """Lambda 0 for the actor, 1 for the critic: its target is the sum of the rewards to come."""
-    args, ones = SimpleNamespace(gamma=1.0, lam=0.0, critic_lam=1.0), torch.ones(1, 2)
-    batch = micro_batch(rewards=ones, old_values=ones / 2, response_mask=ones)
-    advantages, returns = patched("vc-ppo", tmp_path).gae_advantages(args, batch)
-    assert advantages.tolist() == [[1, 0.5]] and returns.tolist() == [[2, 1]]
