@@ -225,7 +225,7 @@ def test_a_killed_run_goes_on_with_its_multiplier(ranks, tmp_path):
     runner.apply("lagrangian", tree)
     (tree / "lengths.py").write_text(COST)
     text = "--preset toy --actor_model_name_or_path {actor} --critic_model_name_or_path {reward}"
-    text += " --reward_fn lengths.py:cost --reward_model_name_or_path {reward} --cost_limit 20"
+    text += " --reward_fn lengths.py:cost --reward_model_name_or_path {reward} --cost_limit 20.1"
     text += " --multiplier_rate 0.01 --max_steps 4 --save_steps 2 --log_steps 1 --num_eval_prompts"
     text += " 4 --per_device_generation_batch_size 4 --per_device_training_batch_size 4"
     names = {name: models / name for name in ("actor", "reward")}
@@ -246,7 +246,7 @@ def test_a_killed_run_goes_on_with_its_multiplier(ranks, tmp_path):
         found = [(line["multiplier"], line["reward_1_cost"]) for line in lines]
         assert len(found) == 4 and found[0][0] == 1
         for (multiplier, cost), (after, _) in itertools.pairwise(found):
-            expected = multiplier * math.exp(0.01 * multiplier * (cost - 20))
+            expected = multiplier * math.exp(0.01 * multiplier * (cost - 20.1))
             assert after == pytest.approx(expected) != multiplier
     assert kit.weights(whole).keys() == kit.weights(killed).keys()
     assert all(x.equal(kit.weights(killed)[name]) for name, x in kit.weights(whole).items())
