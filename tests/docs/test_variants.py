@@ -566,7 +566,8 @@ def test_the_margin_variant_by_hand(tmp_path):
 
 def test_the_lagrangian_variant_by_hand(tmp_path):
     """A score of 3 and a cost of 1 make (3 - 2 * 1) / (1 + 2) on the last token. A mean cost of 0.6
-    raises a multiplier of 2 by 2 %. The limit needs a judge beside the cost."""
+    raises a multiplier of 2 by 2 %, one of 0 stays, and a huge cost raises it to its bound. The
+    limit needs a judge beside the cost."""
     ppo, last = patched("lagrangian", tmp_path), torch.tensor([[0.0, 1], [0, 1]])
     args = ppo.get_args("--preset toy --kl_coef 0".split())
     args.cost_limit, args.multiplier = 0.5, 2.0
@@ -574,8 +575,8 @@ def test_the_lagrangian_variant_by_hand(tmp_path):
     batch.ended, batch.cost = torch.ones(2), torch.tensor([[0.0, 1], [0, 0]])
     ppo.set_rewards(args, batch)
     assert numbers(batch.rewards[:, 1]) == [0.3333, 1.0] and not batch.rewards[:, 0].any()
-    assert ppo.next_multiplier(2.0, 0.6, 0.5, 0.1) == pytest.approx(2 * math.exp(0.02))
-    assert ppo.next_multiplier(0.0, 0.6, 0.5, 0.1) == 0
+    for args.multiplier, cost, after in ((2.0, 0.6, 2.0404), (0.0, 0.6, 0), (4.0, 999, 5)):
+        assert round(ppo.next_multiplier(args, cost), 4) == after
     judges = "--reward_fn recipes/toy/gold.py:gold --reward_model_name_or_path a"
     for more in ("", f"{judges} --cost_judge 3", judges):
         with kit.refuses("wrong-flag") if more != judges else contextlib.nullcontext():
