@@ -208,7 +208,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
                         k3 = r - 1 - log r      unbiased, never negative
     Differentiated as a loss, k2 gives the gradient of KL(pi || ref), k3 that of KL(ref || pi), and
     k1 gives 0 on average, as long as pi itself has sampled the tokens: in the first update. There
-    k2's gradient is also that of pi / old_pi * k3, the corrected k3 of TRL since 1.10.
+    k2's gradient is also that of pi / old_pi * k3, the corrected k3 of TRL since 1.10, which stays
+    unbiased in later updates [DeepSeek 2025] eq. 7: variants/kl-corrected.
     (--kl_estimator None has been resolved to one of them.)
     """
     log_r = ref_logprobs - logprobs

@@ -7,7 +7,7 @@
 A backbone with a linear head gives one number per token; the number at a response's last token is
 the response's score. The score learns to order pairs as people did: the Bradley-Terry model says
 P(chosen beats rejected) = sigmoid(difference). Numbered as in main(): 1 data, 2 model, 3 train,
-4 save. What is left out: more than two responses per prompt, margins.
+4 save. What is left out: more than two responses per prompt, margins (variants/margin).
 
 Layout of a micro-batch of B = 2 pairs: 2B rows of T = 7 tokens, first all chosen responses (y),
 then all rejected ones (z); '-' is padding.

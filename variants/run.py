@@ -43,7 +43,7 @@ def declared(name):
     script, base: what all arms run, and its flags. arms, models, hidden: as in runner.Lab. check,
     rows, fork: the script and flags for tools/fork.py, its rows, and other flags of its own. lab:
     the one that has its runs. then, measures: scripts that run after it, unchanged, and measures of
-    its own, as in runner.Lab. makes: a program of the variant's that writes data for its runs into
+    its own, as in runner.Lab. makes: a program, with its flags, that writes data for its runs into
     the folder {made}.
     """
     return json.loads((HERE / name / "arms.json").read_text())
@@ -85,6 +85,14 @@ def lab_of(name, models):
     )
 
 
+def make_data(name, made):
+    """Runs the program that writes a variant's data, if it has one, unless the folder is there."""
+    program = declared(name).get("makes")
+    if program and not made.exists():
+        words = shlex.split(program.format(made=made))
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+
+
 def call(words, folder):
     """Runs a command in a copy of the code, on one rank; ends the program if it fails."""
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(folder)}
@@ -104,6 +112,8 @@ def check(name, models, base, *layouts, steps=2):
     runner.apply(name, folder)
     script, text = what["check"]
     given = {"sft": models / "sft", "reward": models / "reward", "vllm": VLLM}
+    given["made"] = base / name
+    make_data(name, given["made"])
 
     def run_script(script, words, place, steps):
         flags = shlex.split(words.format(**given))
@@ -234,10 +244,8 @@ def main():
     elif args.apply:
         put(args.name, ROOT)
     else:
-        lab, program = lab_of(args.name, models), declared(args.name).get("makes")
-        if program and not lab.given["made"].exists():
-            command = [sys.executable, HERE / args.name / program, lab.given["made"]]
-            subprocess.run(command, cwd=ROOT, check=True)
+        make_data(args.name, models.parent / args.name)
+        lab = lab_of(args.name, models)
         pages.study(lab, root, args.jobs, *places_of(args.name), plot_only=False)
 
 

@@ -25,7 +25,7 @@ LABELS = {
 }
 # Edges of the axes of the forest, by unit. Seeds and intervals may lie outside.
 UNIT = "gold, or a share"
-EDGES = {UNIT: 0.4, "tokens": 4.4, "loss": 0.22}
+EDGES = {UNIT: 0.4, "tokens": 4.4, "loss": 0.22, "nats": 4.4}
 
 
 # ---- Files ----

@@ -290,12 +290,18 @@ def main():
         default=os.path.dirname(os.path.abspath(__file__)),
         help="folder for data/ and model/",
     )
+    parser.add_argument(
+        "--margins", action="store_true", help="with a column of how far apart the gold scores are"
+    )
     args = parser.parse_args()
 
     rng = random.Random(args.seed)
     train_combinations, test_combinations = split_combinations(rng)
     train = list(make_rows(rng, train_combinations, args.rows))
     test = list(make_rows(rng, test_combinations, args.test_rows))
+    for row, _ in train + test if args.margins else ():
+        chosen, rejected = gold([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
+        row["margin"] = abs(chosen - rejected)  # of a pair that was labelled wrongly, too
     os.makedirs(os.path.join(args.out, "data"), exist_ok=True)
     for name, rows in (("train", train), ("test", test)):
         with open(

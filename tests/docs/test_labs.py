@@ -119,7 +119,7 @@ def test_a_name_that_nobody_knows_is_refused_and_takes_no_other_lab_away(
 # --------------------------------------------------------------------------------------------------
 # Runs
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("names", ["vllm+band", "vllm+dynamic-sampling", "engine+dynamic-sampling"])
+@pytest.mark.parametrize("names", ["vllm+band", "vllm+dynamic-sampling"])
 def test_an_arm_can_have_two_variants(names, tmp_path):
     """The second one goes on top of the first."""
     runner.apply(names, tmp_path / "tree")

@@ -3,7 +3,6 @@ however it is laid out, and says what its runs have shown.
 """
 
 import contextlib
-import copy
 import itertools
 import math
 import re
@@ -16,9 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ppo
-from machinery import lora
-from machinery.refused import Refused
 from tests import kit
 from tests.conftest import micro_batch
 from tests.rollout import vllm_stub
@@ -187,6 +183,9 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
     script, text = what["check"]
     given = {name: models / each for name, each in MODELS.items()}
     given["vllm"] = vllm_stub.fake_python(tmp_path)  # it samples with transformers
+    if "{made}" in text:
+        variants.make_data(name, tmp_path / "made")
+        given["made"] = tmp_path / "made"
     flags = shlex.split(text.replace("recipes/toy/data", f"{kit.base()}/data").format(**given))
     flags += tiny_data() * ("--data_path" not in flags)
     # not the toy's 48: decoding takes the longest, and responses still end at all lengths
@@ -205,6 +204,52 @@ def test_a_variant_is_equal_on_all_layouts_and_resumed(name, tmp_path, monkeypat
         for (kl_coef, kl), (after, _) in itertools.pairwise(lines):
             assert after == pytest.approx(kl_coef * (1 + 0.1 * min(max(kl / 2 - 1, -0.2), 0.2)))
         assert len(lines) == 4 and lines[0][0] == 0.05
+
+
+COST = """import os
+
+def cost(prompts, completions, **columns):
+    if os.path.exists(os.environ.get("KILLED_AT", "")):
+        os.kill(os.getpid(), 9)
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_goes_on_with_its_multiplier(ranks, tmp_path):
+    """SIGKILL in the rollout of step 3, after the checkpoint of step 2. The multiplier that goes on
+    is the one that step 2 has made, and not that of the command line. Each step's is made of the
+    step before."""
+    tree, models = tmp_path / "tree", kit.base() / "models"
+    runner.apply("lagrangian", tree)
+    (tree / "lengths.py").write_text(COST)
+    text = "--preset toy --actor_model_name_or_path {actor} --critic_model_name_or_path {reward}"
+    text += " --reward_fn lengths.py:cost --reward_model_name_or_path {reward} --cost_limit 20.1"
+    text += " --multiplier_rate 0.01 --max_steps 4 --save_steps 2 --log_steps 1 --num_eval_prompts"
+    text += " 4 --per_device_generation_batch_size 4 --per_device_training_batch_size 4"
+    names = {name: models / name for name in ("actor", "reward")}
+    flags = [*text.format(**names).split(), *tiny_data(), "--max_answer_seq_len", "12"]
+
+    def run(folder, *more, env=None):
+        given = str(tree), "ppo", [*flags, "--output_dir", str(folder), *more]
+        return kit.fork(kit.call_of_tree, ranks, *given, cwd=tree, meet="", env=env).code
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(whole) == 0
+    assert run(killed, env={"KILLED_AT": str(killed / "checkpoints/step-2")}) != 0
+    lines = [line for line in kit.read_lines(killed / "metrics.jsonl") if "multiplier" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert run(killed, "--resume") == 0
+    for folder in (whole, killed):
+        lines = [line for line in kit.read_lines(folder / "metrics.jsonl") if "multiplier" in line]
+        found = [(line["multiplier"], line["reward_1_cost"]) for line in lines]
+        assert len(found) == 4 and found[0][0] == 1
+        for (multiplier, cost), (after, _) in itertools.pairwise(found):
+            expected = multiplier * math.exp(0.01 * multiplier * (cost - 20.1))
+            assert after == pytest.approx(expected) != multiplier
+    assert kit.weights(whole).keys() == kit.weights(killed).keys()
+    assert all(x.equal(kit.weights(killed)[name]) for name, x in kit.weights(whole).items())
 
 
 @pytest.mark.slow
@@ -337,36 +382,6 @@ def test_the_cispo_variant_by_hand(tmp_path):
     args.entropy_coef = 0.0
     batch = micro_batch(old_logprobs=old, advantages=advantages)
     assert ppo.actor_loss(args, batch, new, None)[2].tolist() == [False, True, True, False]
-
-
-def test_the_distill_variant_rewards_what_its_teacher_finds_likelier(tmp_path, monkeypatch):
-    """The teacher stands in the reference's place, frozen, and has the actor's vocabulary. Without
-    it the reference is the actor's start, as before."""
-    script = patched("distill", tmp_path)
-    for name in ("load_model", "train_engine", "reference_of"):
-        monkeypatch.setattr(script.common, name, lambda *args: "start")
-    frozen = lambda args, *others: args.model_name_or_path  # noqa: E731
-    monkeypatch.setattr(script.common, "frozen_model", frozen)
-    monkeypatch.setattr(script.judges, "load_models", lambda *args: [])
-    words = "--preset toy --advantage reinforce --reward_fn recipes/toy/gold.py:gold".split()
-    for teacher, reference in ([], "start"), (["--teacher_model_name_or_path", "T"], "T"):
-        args = script.get_args(words + teacher)
-        assert script.load_models(args, None, {}, 1).reference == reference
-
-    flags = kit.import_file(tmp_path / "tree/machinery/ppo_flags.py")
-    other = SimpleNamespace(get_vocab=lambda: {"a": 1}, eos_token="</s>")
-    known = {"has_weights": True, "load_config": None, "load_tokenizer": other}
-    for name, value in known.items():
-        monkeypatch.setattr(flags.folders, name, lambda *_, found=value, **__: found)
-    with pytest.raises(Refused, match="T has another vocabulary"):
-        flags.check_models(args, SimpleNamespace(get_vocab=lambda: {"b": 1}, eos_token="</s>"))
-
-
-def test_the_best_of_n_variant_by_hand(tmp_path):
-    """RAFT learns the best response to each prompt."""
-    ppo = patched("best-of-n", tmp_path)
-    totals, groups = torch.tensor([1.0, 3.0, -2.0, -5.0]), torch.tensor([0, 0, 1, 1])
-    assert numbers(ppo.raft(totals, groups)) == [0, 1, 1, 0]
 
 
 def test_the_band_variant_by_hand(tmp_path):
@@ -601,67 +616,59 @@ def test_the_token_reward_variant_by_hand(tmp_path, tokenizer):
     assert ppo.gae(scores, 0 * critic, batch.response_mask, 1.0, 0.5)[0].equal(expected)
 
 
-@pytest.mark.slow
-def test_the_engine_variant_by_hand(tmp_path, monkeypatch, tokenizer, tiny_model):
-    """Another process samples what this one would, also with new weights. If it is killed the run
-    says so. The folder of the weights is gone when it has ended."""
-    monkeypatch.syspath_prepend(tmp_path / "tree")
-    ppo, model = patched("engine", tmp_path), copy.deepcopy(tiny_model)
-    with open(tmp_path / "tree/common.py", "a") as file:
-        file.write('print("what a library prints is no answer")\n')
-    args, prompts = ppo.get_args(["--max_answer_seq_len", "8"]), [[5, 6, 7], [8, 9]]
-    rows = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(prompts)]
-    given = args, model, tokenizer, rows, 1, 2
-    engine, before = ppo.rollout_engine.RolloutEngine(args), None
-    for _ in range(2):
-        answers, own = engine.roll_out(*given), ppo.roll_out(*given)
-        for row, mine in zip(answers, own):
-            logprobs = mine.pop("per_token")["sampled_logprobs"]
-            assert row.pop("per_token")["sampled_logprobs"] == pytest.approx(logprobs, abs=1e-5)
-        assert answers == own != before  # prompts, texts, ids, ended
-        before = answers
-        torch.nn.init.ones_(model.lm_head.weight[::2].data)
-    engine.process.kill()
-    with pytest.raises(RuntimeError, match="has ended with code -9. It was killed"):
-        engine.roll_out(*given)
-    assert not Path(engine.folder).exists()
+def test_the_margin_variant_by_hand(tmp_path):
+    """The difference of 2 exceeds a margin of 0.5 by 1.5. Without the flag there is none, and a row
+    without a number is named."""
+    reward = patched("margin", tmp_path, "reward.py")
+    args = SimpleNamespace(margin="m", margin_coef=2.0)
+    row = dict(prompt_ids=[5], responses=[[7, 1], [8, 1]], row_weight=1, place="a.jsonl, line 5")
+    batch = reward.collate(args, [{**row, "extra": '{"m": 0.25}'}], 0)
+    assert batch.margin.tolist() == [0.5]
+    given = torch.tensor([3.0]), torch.tensor([1.0]), batch.row_weight
+    assert reward.pair_loss_sum(*given, 0.0, batch.margin).item() == pytest.approx(0.2014, abs=1e-4)
+    assert reward.pair_loss_sum(*given).item() == pytest.approx(0.1269, abs=1e-4)
+    with kit.refuses("no-margin"):
+        reward.margin_of(args, {**row, "extra": '{"m": "0.25"}'})
+    args.margin = None
+    assert reward.margin_of(args, {**row, "extra": "{}"}) == 0
 
 
-def test_the_lora_rollout_variant_by_hand(tiny_model, monkeypatch):
-    """W becomes a view and A a copy, so that an update of A counts from the next call on. Outside
-    of a rollout nothing has changed, not even a bit."""
-    fused, model = (
-        kit.import_file(VARIANTS / "lora-rollout/lora_rollout.py"),
-        copy.deepcopy(tiny_model),
-    )
-    lora.add_adapters(model, SimpleNamespace(lora_dim=4, lora_alpha=16, seed=1), "random")
-    logits = torch.no_grad()(lambda _, model: model(torch.arange(5, 9)[None]).logits)
-    before, layer = logits(None, model), model.model.layers[0].self_attn.q_proj
-    fused.fuse(model)
-    assert logits(None, model).equal(before) and layer.rows.data_ptr() == layer.weight.data_ptr()
-    for weight in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
-        torch.nn.init.normal_(weight)
-    expected = logits(None, model)
-    monkeypatch.setattr(fused.Linear, "forward", None)  # peft's own is not called
-    found = fused.with_fused_adapters(logits)(None, model)
-    torch.testing.assert_close(found, expected)
-    assert (found - before).abs().max() > 0.1 and not layer.fused
+def test_the_lagrangian_variant_by_hand(tmp_path):
+    """A score of 3 and a cost of 1 make (3 - 2 * 1) / (1 + 2) on the last token. A mean cost of 0.6
+    raises a multiplier of 2 by 2 %, one of 0 stays, and a huge cost raises it to its bound. The
+    limit needs a judge beside the cost."""
+    ppo, last = patched("lagrangian", tmp_path), torch.tensor([[0.0, 1], [0, 1]])
+    args = ppo.get_args("--preset toy --kl_coef 0".split())
+    args.cost_limit, args.multiplier = 0.5, 2.0
+    batch = micro_batch(scores=3 * last, last=last, response_mask=torch.ones(2, 2))
+    batch.ended, batch.cost = torch.ones(2), torch.tensor([[0.0, 1], [0, 0]])
+    ppo.set_rewards(args, batch)
+    assert numbers(batch.rewards[:, 1]) == [0.3333, 1.0] and not batch.rewards[:, 0].any()
+    for args.multiplier, cost, after in ((2.0, 0.6, 2.0404), (0.0, 0.6, 0), (4.0, 999, 5)):
+        assert round(ppo.next_multiplier(args, cost), 4) == after
+    judges = "--reward_fn recipes/toy/gold.py:gold --reward_model_name_or_path a"
+    for more in ("", f"{judges} --cost_judge 3", judges):
+        with kit.refuses("wrong-flag") if more != judges else contextlib.nullcontext():
+            args = ppo.get_args(f"--preset toy --cost_limit 0 {more}".split())
+    assert ppo.cost_name(args) == "reward_1_gold"
 
 
-def test_adapters_that_cannot_be_fused_are_refused():
-    """Without adapters, and where a rank holds a part of each weight."""
-    fused = kit.import_file(VARIANTS / "lora-rollout/lora_rollout.py")
-    given = "--preset toy --actor_lora_dim 4 --zero_stage"
-    for flags, refused in ((f"{given} 2", False), (f"{given} 3", True), ("--preset toy", True)):
-        args = ppo.get_args(flags.split())
-        args.fuse_adapters = 1
-        with kit.refuses("fuse-adapters") if refused else contextlib.nullcontext():
-            fused.check(args)
+def test_the_kl_corrected_variant_by_hand(tmp_path):
+    """Over all tokens that the old policy can draw, by enumeration: the gradient is that of
+    KL(pi || ref), though pi has moved. Without the ratio neither k2 nor k3 has it."""
+    ppo = patched("kl-corrected", tmp_path)
+    old, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    logits = torch.tensor([0.2, 0.5, 0.1], requires_grad=True)
 
+    def gradient(estimator, corrected):
+        args = SimpleNamespace(clip=0.2, clip_high=None, kl_in="loss", kl_coef=1.0, entropy_coef=0)
+        args.kl_estimator, args.kl_corrected = estimator, corrected
+        batch = micro_batch(old_logprobs=old.log(), ref_logprobs=ref.log(), advantages=0 * old)
+        loss = ppo.actor_loss(args, batch, logits.log_softmax(-1), None)[0]
+        return torch.autograd.grad((old * loss).sum(), logits)[0]
 
-def test_the_vc_ppo_variant_by_hand(tmp_path):
-    """Lambda 0 for the actor, 1 for the critic: its target is the sum of the rewards to come."""
-    args, ones = SimpleNamespace(gamma=1.0, lam=0.0, critic_lam=1.0), torch.ones(1, 2)
-    batch = micro_batch(rewards=ones, old_values=ones / 2, response_mask=ones)
-    advantages, returns = patched("vc-ppo", tmp_path).gae_advantages(args, batch)
-    assert advantages.tolist() == [[1, 0.5]] and returns.tolist() == [[2, 1]]
+    pi = logits.softmax(-1)
+    [right] = torch.autograd.grad((pi * (pi / ref).log()).sum(), logits)
+    for estimator, corrected in (("k3", 1), ("k3", 0), ("k2", 0)):
+        gap = (gradient(estimator, corrected) - right).abs().max()
+        assert gap < 1e-6 if corrected else gap > 0.02, (estimator, gap)

@@ -281,7 +281,7 @@ class Vllm:
         """Writes what is handed over: the weights, or LoRA's adapters and, once, those beside them.
 
         In 16 bits a sum of weights and young adapters is rounded to the weights: vLLM would sample
-        from the policy of the start (variants/lora-rollout counts what is lost).
+        from the policy of the start (docs/performance.md counts what is lost).
         """
         layers = lora.adapted_layers(engine).values()
         if not layers or self.adds_adapters():
