@@ -69,7 +69,7 @@ def get_args(argv=None):
     arg("num_samples", 5, "held-out prompts answered at each evaluation")
     arg("gold_fn", str, "grades those responses, only logged", metavar="FILE:FUNCTION")
     arg("max_answer_seq_len", 64, "tokens of those responses, at most", least=2)
-    arg("packing", 0, "1: short rows share a row of a micro-batch (--group_by_length 0)", most=1)
+    arg("packing", 0, "1: short rows share a row; saves little unless --group_by_length 0", most=1)
     return flags.parse(parser, TOY, argv, "sft")
 
 
