@@ -56,7 +56,7 @@ def test_adapters_that_rounding_nearly_hides_are_merged(smollm2, scale, tmp_path
     import peft
 
     given = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    base = transformers.AutoModelForCausalLM.from_pretrained(smollm2 / "model")
+    base = transformers.AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype="float32")
     model = peft.get_peft_model(base, given)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
