@@ -19,9 +19,8 @@ hold every token that the loss covers. Here R is the length of the longest respo
     here M = 3 + 2
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,13 +106,14 @@ def collate_packed(rows, pad_id):
 
     The B rows come in another order, that of the N <= B rows of the forward.
     """
-    bins = shared_prompts.bins([row["length"] for row in rows])
-    rows = [rows[i] for together in bins for i in together]
-    batch = collate(rows, pad_id)
     sequences = [row["prompt_ids"] + row["responses"][0] for row in rows]
-    sizes, count = [len(together) for together in bins], batch.loss_mask.shape[1]
-    layout = shared_prompts.packed_rows(sequences, sizes, pad_id, count)
-    return dataclasses.replace(batch, **vars(layout))
+    bins = shared_prompts.bins([len(sequence) for sequence in sequences])
+    batch = collate([rows[i] for together in bins for i in together], pad_id)
+    if len(bins) == len(rows):  # no two fit into one: no need of a mask (N, 1, T, T)
+        return batch
+    packed = [[sequences[i] for i in together] for together in bins]
+    layout = shared_prompts.packed_rows(packed, pad_id, count=batch.loss_mask.shape[1])
+    return replace(batch, **vars(layout))
 
 
 def sft_loss_sum(logprobs, loss_mask):

@@ -44,9 +44,9 @@ class Example(NamedTuple):
 
     A prompt is text or a list of chat messages, a Begun if the response continues the last one. A
     response is text, or the assistant's message if it has more than a content (reasoning_content).
-    `question` is the prompt of step 3 where that is
-    another one: a chat that goes on after its last response. train_on: what --train_on means where
-    it is not given. Where it is "everything", the prompt is a text to be learned whole.
+    `question` is the prompt of step 3 where that is another one: a chat that goes on after its last
+    response. train_on: what --train_on means where it is not given. Where it is "everything", the
+    prompt is a text to be learned whole.
     """
 
     prompt: str | list | None = None

@@ -146,10 +146,11 @@ def check_models(args, tokenizer, in_chats=False):
             raise Refused("other-vocabulary", f"{words}\n  Run reward.py on the actor.")
         if path in judges:
             folders.refuse_other_kind(path, config, scores=True)
-            if in_chats and probe(other) is None:
+            theirs = probe(other)
+            if in_chats and theirs is None:
                 words = "has no chat template for such chats: it will read them in the actor's"
                 ranks.say(f"{path} {words}")
-            elif in_chats and probe(other) != probe(tokenizer):
+            elif in_chats and theirs != probe(tokenizer):
                 words = f"{path} was trained on chats in another template than the actor's."
                 raise Refused("other-template", f"{words}\n  Run reward.py on the actor.")
 

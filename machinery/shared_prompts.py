@@ -15,7 +15,6 @@ Two pairs of reward.py, T = 9 ('-' is padding), y chosen and z rejected:
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import torch
@@ -114,17 +113,15 @@ def bins(lengths):
     return rows
 
 
-def packed_rows(sequences, sizes, pad_id, count):
-    """The Layout of B sequences: row n holds the next `sizes[n]` of them, one after another.
+def packed_rows(rows, pad_id, count):
+    """The Layout of rows that hold B sequences, each row a list of them, one after another.
 
     logit_places: (B, count), for the last `count` tokens of each sequence, as common.last_columns
     has it. Where a sequence is shorter, the first of its places belong to another, and masks leave
     them out. real_tokens: (B,).
     """
-    remaining = iter(sequences)
-    rows = [[*itertools.islice(remaining, size)] for size in sizes]
     ids, parts = lay_out([[[], *row] for row in rows], pad_id)  # (N, T)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])  # (B,)
+    lengths = torch.tensor([len(sequence) for row in rows for sequence in row])  # (B,)
     last = (parts != PADDING).flatten().nonzero()[lengths.cumsum(0) - 1]  # (B, 1) flat places
     logit_places = last + torch.arange(-count, 0)  # (B, count)
     packed = layout(ids, parts, logit_places.clamp(min=0))

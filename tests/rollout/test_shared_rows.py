@@ -94,11 +94,11 @@ def test_packed_rows_change_no_logprob_and_no_gradient(name, tmp_path):
     for prompt, response in ((9, 3), (4, 5), (1, 4), (3, 1), (1, 2), (2, 1), (1, 1)):
         ids = random_ids(prompt + response, seed=10 * prompt + response).tolist()
         row = {"prompt_ids": ids[:prompt], "responses": [ids[prompt:]], "row_weight": 1}
-        more = {"prompt_loss_mask": [int(prompt == 4)] * prompt, "length": len(ids)}
-        rows.append({**row, **more})
+        rows.append({**row, "prompt_loss_mask": [int(prompt == 4)] * prompt})
     rows[-2]["row_weight"] = 0
     model = load_model(folder_of(tmp_path, config_of(name)), get_args(), 0).eval()
-    in_order = [rows[i] for part in shared_prompts.bins([r["length"] for r in rows]) for i in part]
+    lengths = [len(row["prompt_ids"] + row["responses"][0]) for row in rows]
+    in_order = [rows[i] for part in shared_prompts.bins(lengths) for i in part]
     found = {False: sft.collate(in_order, 0), True: sft.collate_packed(rows, 0)}
     assert len(found[False].ids) == 7 and found[True].ids.shape == (4, 12)
     assert [x.tolist() for x in found[False].counts()] == [x.tolist() for x in found[True].counts()]
@@ -108,6 +108,8 @@ def test_packed_rows_change_no_logprob_and_no_gradient(name, tmp_path):
         return (common.response_logprobs(model, batch, batch.loss_mask),)
 
     assert_same(model, outputs, False, True)
+    alone = sft.collate_packed(rows[:2], 0)  # no two fit into one row: as without packing
+    assert alone.mask.tolist() == sft.collate(rows[:2], 0).mask.tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -120,8 +122,9 @@ def test_packing_loses_no_token(seed):
     sequences = [[100 * (i + 1) + j for j in range(n)] for i, n in enumerate(lengths)]
     count = max(lengths) - 1
     bins = shared_prompts.bins(lengths)
-    sequences = [sequences[i] for part in bins for i in part]
-    batch = shared_prompts.packed_rows(sequences, [len(part) for part in bins], 0, count)
+    packed = [[sequences[i] for i in part] for part in bins]
+    sequences = sum(packed, [])
+    batch = shared_prompts.packed_rows(packed, 0, count)
     flat, positions, T = batch.ids.flatten(), batch.positions.flatten(), batch.ids.shape[1]
     assert T == max(lengths) and sorted(flat[flat > 0].tolist()) == sorted(sum(sequences, []))
     for i, ids in enumerate(sequences):
