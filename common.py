@@ -45,9 +45,9 @@ class Layout:
     The logits at x1 predict y0, those at y0 predict y1, and so on: a token stands one place after
     the logits that predict it. R = 4 is the longest response of the micro-batch, in another row.
     Masks of the script's own say which of the (B, R) places count. The next row begins at flat
-    place T. Rows in which several responses share a prompt differ only in these fields. In step 3 a
-    copy of the prompt's last token stands before each response, and its logits predict the first
-    token (machinery/shared_prompts.py).
+    place T. Rows in which several responses share a prompt differ only in what these fields hold:
+    in step 3, a copy of the prompt's last token stands before each of the responses, and its logits
+    predict the first token (machinery/shared_prompts.py).
 
     A script's MicroBatch adds what its loss needs, and `counts()`: its tokens and its rows, without
     fillers. The run's speed is computed from them.
@@ -134,7 +134,7 @@ class TokenLogprobs(torch.autograd.Function):
         for part in chunks(logits):
             scaled = scaled_logits(logits[part], ctx.temperature)
             softmax = (scaled - logsumexp[part, None]).exp_()  # (chunk, V)
-            minus = softmax.mul_(-grad[part])  # -softmax * grad, and + grad at the target:
+            minus = softmax.mul_(-grad[part])  # and + grad at the target, next
             out[part] = minus.scatter_add_(-1, targets[part, None], grad[part])
         return out, None, None
 
@@ -209,11 +209,13 @@ def response_logprobs(model, layout, mask, temperature=1.0):
 def numbers_of_tokens(model, layout, wanted, numbers_of):
     """numbers_of(logits, wanted) of response_logits; where these are many, a part at a time.
 
-    numbers_of: must give each token its own numbers, and 0 where `wanted`, bool (B, R), is False.
+    numbers_of: gives each token where `wanted`, bool (B, R), is True its own numbers, and 0
+    elsewhere (output_head.in_parts says more).
     """
-    with output_head.in_parts(model, wanted, numbers_of) as made:
-        found = response_logits(model, layout, wanted)  # (M, V), or if `made` already the numbers
-    return found if made else numbers_of(found, wanted)
+    if not output_head.too_many(model, wanted):
+        return numbers_of(response_logits(model, layout, wanted), wanted)
+    with output_head.in_parts(model, wanted, numbers_of):
+        return response_logits(model, layout, wanted)  # these are not logits, but their numbers
 
 
 def scatter_to(wanted, values):
@@ -360,7 +362,8 @@ def stage_of(args):
 def ds_config(args, batch_size, micro_steps=1, train=True):
     """The DeepSpeed config (dict) of one engine: ds_config.json, and over it what the flags say.
 
-    batch_size: rows of one forward on one device. micro_steps: backwards of an optimizer step.
+    batch_size: what one forward on one device holds: rows, pairs or responses. micro_steps:
+    backwards of an optimizer step.
     train False: a frozen engine, which only shards and offloads weights.
     """
     config = config_file.of_engine(args)
@@ -442,8 +445,8 @@ def mean_factor(engine, count):
     """The factor of a micro-batch's loss SUM with which the step follows (all sums) / count.
 
     count: what the optimizer step holds, over all ranks and micro-batches: tokens in step 1, pairs
-    in step 2, and in step 3 what --loss_mean says. DeepSpeed divides each loss by the engine's
-    accumulation steps, and averages gradients over the ranks: both are undone here, and nowhere
-    else.
+    in step 2; in step 3 tokens for the critic, and for the actor what --loss_mean says.
+    DeepSpeed divides each loss by the engine's accumulation steps, and averages gradients over the
+    ranks: both are undone here, and nowhere else.
     """
     return ranks.data_parallel_size() * engine.gradient_accumulation_steps() / (count or 1)

@@ -13,14 +13,16 @@ main() loads 1 data and 2 models. Then in every step
     5 advantages   score - KL penalty per token; GAE (or RLOO, GRPO, REINFORCE: no critic)
     6 update       clipped policy loss for the actor, clipped value loss for the critic
     7 log          metrics
-and at the end 8 save.
+and at the end 8 save. What is left out: a share of the pretraining loss (variants/ptx), a kl_coef
+that adapts (variants/adaptive-kl).
 
 A rollout is divided into minibatches (one optimizer step each), and these into micro-batches (one
 forward each). By default a rollout is one minibatch that is used once, as in DeepSpeed-Chat. The
 actor that trains is then the one that sampled: the ratio of new to old probabilities is 1, the
-policy loss is never clipped, and PPO is a policy gradient with a baseline. With --ppo_epochs, or
-more than one minibatch, later updates see a ratio that is not 1, and clipping acts:
---allow_unstable 1 permits it, and course/labs/stability.md shows what it does.
+policy loss is never clipped (nor are values, unless the critic has dropout), and PPO is a policy
+gradient with a baseline. With --ppo_epochs, or more than one minibatch, later updates see a ratio
+that is not 1, and clipping acts: --allow_unstable 1 permits it, and course/labs/stability.md shows
+what it does.
 
 Read main() first: it is at the end of the file. docs/runs.md lists the problems that people met
 when they changed this file.
@@ -34,6 +36,9 @@ Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is paddin
         the N * T tokens of all rows, these are `logit_places` (common.Layout)             (B, R)
     values at t estimate the reward from token t+1 on, so they are read at the same places (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
+With --samples_per_prompt several responses to a prompt share a row in parts 4 and 6, where
+that is cheaper and the architecture permits it: --share_prompt, drawn in
+machinery/shared_prompts.py.
 """
 
 import functools
@@ -185,8 +190,8 @@ class Sizes:
         """Returns a dict for each response to sample: a row of data, `sample`, and `group`.
 
         batches: rows of data (dicts), a list for each generation batch. Each row appears
-        --samples_per_prompt times, numbered by `sample`. The responses to one prompt form a group;
-        a prompt that is drawn twice forms two.
+        --samples_per_prompt times, numbered by `sample`. The responses to one row form a group; a
+        prompt that stands in two rows forms two.
         """
         rows = [row for batch in batches for row in batch]
         return [
@@ -223,7 +228,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
 def token_rewards(shaped_scores, kl, mask, kl_coef):
     """The reward of each token: the score, less a penalty for KL.  [Ouyang 2022] eq. 2
 
-        r_t = score_t - kl_coef * KL_t
+        r_t = score_t - kl_coef * KL_t      its sum is theirs, without the pretraining loss
 
     The score of a whole response is placed on its last token, and 0 elsewhere.
     """
@@ -423,7 +428,7 @@ def load_models(args, tokenizer, functions, updates):
     reference = None
     if args.has_reference:
         reference = common.reference_of(actor, actor_args, batch_size)
-    if critic and not args.reward_model_name_or_path:  # one might expect a judge
+    if critic and not args.reward_model_name_or_path:  # by default the critic's folder judges, too
         ranks.say(f"rewards come from {', '.join(args.reward_fn)} alone; no reward model is loaded")
     reward_models = judges.load_models(args, batch_size, tokenizer)
     of_models = [functools.partial(reward_model_scores, model) for model in reward_models]
@@ -431,8 +436,8 @@ def load_models(args, tokenizer, functions, updates):
         name: functools.partial(judges.function_scores, name=name) for name in functions
     }
     gold = of_functions.get("gold")
-    rewards = [of_functions[name] for name in judges.names_of(args) if name in of_functions]
-    judge = judges.sum_and_note(args, [*rewards, *of_models])
+    functions_that_judge = [of_functions[n] for n in judges.names_of(args) if n in of_functions]
+    judge = judges.sum_and_note(args, [*functions_that_judge, *of_models])
     return Models(actor, critic, reference, reward_models, functions, judge, gold)
 
 
@@ -441,7 +446,9 @@ def load_models(args, tokenizer, functions, updates):
 class MicroBatch(common.Layout):
     """B responses, laid out for a forward. The fields below are filled in from top to bottom."""
 
-    responses: list  # (B,) dicts: prompt, text, response_ids, group, ...
+    # (B,) dicts: the fields of a row of data (part 1 of sft.py's main), `sample` and `group` of
+    # Sizes.requests, response_ids, text, ended and per_token of roll_out, function_scores.
+    responses: list
     length: Tensor  # (B,) tokens of each response, those that response_mask leaves out included
     ended: Tensor  # (B,) 1, or 0 for a response that was cut off
     row_weight: Tensor  # (B,) 1, or 0 for a filler (batching.Rows)
@@ -486,6 +493,8 @@ def plain_rows(responses, pad_id):
     """The Layout of a row for each response: the prompt padded left, the response right.
 
     responses: B dicts with prompt_ids and response_ids. See the picture at the top of this file.
+    With --share_prompt shared_prompts.shared_rows may take its place: what you change here, change
+    there, too.
     """
     prompts = [response["prompt_ids"] for response in responses]
     prompts, prompt_mask = common.pad(prompts, pad_id)  # (B, P)
@@ -840,7 +849,7 @@ def optimizer_step(args, models, minibatch, means):
 
     means: metrics.TokenMeans of the step. Returns the means of this update, {name: number}.
     """
-    actor, critic, engines = models.actor, models.critic, models.engines.values()
+    actor, critic = models.actor, models.critic
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     weights, divisor = loss_weights(args, masks)
     if critic:
@@ -871,6 +880,7 @@ def optimizer_step(args, models, minibatch, means):
             loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.mean_factor(critic, token_count))
 
+        engines = models.engines.values()
         patches.skip_together(args, engines)  # fp16: if either overflows, both skip
         for engine in engines:
             engine.step()  # moves weights at the minibatch's last micro-batch
@@ -936,7 +946,7 @@ def main():
         # ---- 4 score ----
         order_seed = None if sizes.updates_per_epoch == 1 else (args.seed, step)
         responses = ordered(responses, responses_per_row, order_seed)
-        judges.call_functions(functions, responses)  # --reward_fn, --gold_fn
+        judges.call_functions(functions, responses)  # --reward_fn, --gold_fn; into the responses
         size = args.per_device_training_batch_size
         micro_batches = make_micro_batches(tokenizer, responses, size, pack)
         for batch in micro_batches:

@@ -10,7 +10,7 @@ main(): 1 data, 2 model, 3 train, 4 save. With --packing 1 short rows share a ro
 place of padding, and none sees another (collate_packed).
 
 Token layout of a micro-batch of B = 2 rows, T = 6 tokens ('-' is padding). The last R = 3 columns
-hold every token that the loss covers. Here R is the length of the longest response.
+hold every token that the loss covers. In this example that is the longest response.
     column       0    1    2    3    4    5          every row ends in the last column, so the
     row 0        x0   x1   x2 | y0   y1   eos        loss looks at the last R columns of all rows,
     row 1        -    x0   x1   x2 | y0   eos        masked: row 1's mask is 0 1 1

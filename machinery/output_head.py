@@ -1,94 +1,107 @@
-"""What is wanted of many logits (M, V), without all of them: a part of the tokens at a time."""
+"""Log-probs and entropies of many tokens, without all of their logits (M, V) at once."""
 
 import contextlib
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from machinery import folders
 from machinery.zero3 import unwrap_model
 
-# Bytes in fp32 of the logits that are made at a time. More are made in parts of this size, which
-# takes 1.2 to 1.7 times as long as all at once (a trial on two cores: vocabularies of 49,152 and
-# 151,936, 2,048 and 4,096 tokens). Smaller parts would take longer: each adds to the gradient of
+# Logits of more bytes than this, counted in fp32, are made in parts of this size. That takes 1.2 to
+# 1.7 times as long as all at once (a trial on two cores: vocabularies of 49,152 and 151,936, 2,048
+# and 4,096 tokens). Smaller parts would take longer: each of them reads and writes the gradient of
 # the whole matrix.
 LARGEST = 2**29
 
 
-@contextlib.contextmanager
-def in_parts(model, wanted, numbers_of):
-    """Has the output matrix give numbers_of(logits, wanted) where the logits would be many.
+def too_many(model, wanted):
+    """Returns whether the wanted tokens have too many logits to make at once.
 
-    wanted: bool (B, R), M of them True. numbers_of: a function of logits (m, V) and of m of these
-    tokens, again as bool (B, R); it returns a tensor with a number for each token, 0 elsewhere.
-    Yields whether it does so. It acts within the matrix's own forward, so ZeRO-3 gathers the
-    weights as always.
+    False also where the model cannot make them in parts. wanted: bool (B, R). To count those that
+    are True, the host would have to wait for the device, so all B * R are counted.
     """
     plain = unwrap_model(model)
     head = plain.get_output_embeddings() if getattr(plain, "ends_with_head", False) else None
     # With adapters, or split among ranks by DeepSpeed, the matrix is another kind of layer.
     able = type(head) is nn.Linear and folders.picks_positions(model)
-    # To count the tokens, the host would have to wait for the device.
-    if not able or 4 * wanted.numel() * head.out_features <= LARGEST:
-        yield False
-        return
+    return able and 4 * wanted.numel() * head.out_features > LARGEST
+
+
+@contextlib.contextmanager
+def in_parts(model, wanted, numbers_of):
+    """Has the model return numbers_of(logits, wanted) in place of logits, which it makes in parts.
+
+    numbers_of: takes logits (m, V) of m of the wanted tokens, and which ones, again as bool (B, R).
+    It returns (..., B, R): a number for each of these tokens, 0 elsewhere. It is called once in the
+    forward and once more in the backward, so it must give the same both times, each token's numbers
+    must follow from its own logits, and gradients reach these alone.
+    It acts within the output matrix's own forward, so ZeRO-3 gathers the weights as always.
+    """
+    head = unwrap_model(model).get_output_embeddings()
 
     def forward(hidden):  # (M, H)
         return InParts.apply(hidden, head.weight, head.bias, wanted, numbers_of)
 
     with mock.patch.object(head, "forward", forward):
-        yield True
+        yield
 
 
 class InParts(torch.autograd.Function):
-    """The sum of what `numbers_of` makes of each part of the logits h W^T + b.
+    """What `numbers_of` makes of the logits h W^T + b: each part gives the numbers of its tokens.
 
-    The backward makes the logits of a part anew. The gradient of W is summed in fp32.
+    The backward makes the logits of a part anew. The gradients of W that the parts give are added
+    up in fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, wanted, numbers_of):
         """hidden: (M, H), weight: (V, H), bias: (V,) or None; wanted, numbers_of: see in_parts."""
         step = max(1, LARGEST // (4 * len(weight)))
-        order = wanted.flatten().cumsum(0).view_as(wanted)  # (B, R) 1 at the first wanted token
+        order = wanted.flatten().cumsum(0).view_as(wanted)  # (B, R) counts wanted tokens, from 1
         ctx.parts = [
             (slice(start, start + step), wanted & (start < order) & (order <= start + step))
             for start in range(0, max(1, len(hidden)), step)
         ]
         ctx.save_for_backward(hidden, weight, bias)
         ctx.numbers_of = numbers_of
-        logits = (nn.functional.linear(hidden[m], weight, bias) for m, _ in ctx.parts)
-        return sum(numbers_of(part, tokens) for part, (_, tokens) in zip(logits, ctx.parts))
+        return sum(
+            numbers_of(nn.functional.linear(hidden[rows], weight, bias), tokens)
+            for rows, tokens in ctx.parts
+        )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         """With g = d loss / d logits of a part, (m, V):  dh = g W,  dW = sum of g^T h."""
         hidden, weight, bias = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden)
-        of_weight, of_bias = None, None
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight, grad_bias = None, None
         if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight, dtype=torch.float32)
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if bias is not None:
-            of_bias = torch.zeros_like(bias, dtype=torch.float32)
-        for m, tokens in ctx.parts:
-            logits = nn.functional.linear(hidden[m], weight, bias).requires_grad_()
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        for rows, tokens in ctx.parts:
+            logits = nn.functional.linear(hidden[rows], weight, bias).requires_grad_()
             with torch.enable_grad():
                 numbers = ctx.numbers_of(logits, tokens)
-            [of_logits] = torch.autograd.grad(numbers, logits, grad)
-            of_hidden[m] = of_logits @ weight
-            if of_weight is not None:
-                of_weight += of_logits.T @ hidden[m]
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-        return of_hidden, of_weight, of_bias, None, None
+            [grad_logits] = torch.autograd.grad(numbers, logits, grad)
+            grad_hidden[rows] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            del logits, numbers, grad_logits  # before the next part is made
+        return grad_hidden, grad_weight, grad_bias, None, None  # autograd rounds to W's dtype
 
 
 def ends_with_head(model):
     """Returns whether a model returns what its output matrix gives: no soft cap, no scale.
 
-    Its forward is run without the backbone and the matrix, so no weight has to be there. A model
-    that needs more than that makes its logits at once.
+    Its forward is run without the backbone and the matrix, so no weight has to be there. Where that
+    fails, for whatever reason, the answer is no, and the logits are made at once.
     """
     head, logits = model.get_output_embeddings(), torch.zeros(1, 1, 1)
     if head is None:
@@ -98,5 +111,6 @@ def ends_with_head(model):
             patched.enter_context(mock.patch.object(backbone, "forward", mock.MagicMock()))
         patched.enter_context(mock.patch.object(head, "forward", lambda _: logits))
         with contextlib.suppress(Exception):
-            return model(torch.zeros(1, 1, dtype=torch.long)).logits is logits
+            same = model(torch.zeros(1, 1, dtype=torch.long)).logits is logits
+            return same and logits._version == 0  # not changed in place either
     return False

@@ -72,8 +72,8 @@ def do_without_cudnn_attention():
     """Turns off cuDNN's attention kernels, which PyTorch (2.13) takes first on H100, H200 and B200.
 
     With a mask and T % 128 == 64 their gradient of the queries is NaN where a row's logsumexp is
-    below -88.7 (pytorch#196678): Qwen2.5-0.5B has such a head, and ends so within 60 steps
-    (trl#7181). Torch 2.13 has this cuDNN; a later one, 9.26, gives NaN elsewhere
+    below -88.7 (pytorch#196678, closed since): Qwen2.5-0.5B has such a head, and ends so within 60
+    steps (trl#7181). Torch 2.13 has this cuDNN; a later one, 9.26, gives NaN elsewhere
     (cudnn-frontend#1072). PyTorch's own kernels, flash and memory-efficient, do the work.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
