@@ -105,13 +105,7 @@ CPU = [
     ),
 ]
 REAL = [  # with --model
-    replace(
-        row,
-        name=f"{row.name} real",
-        model="real",
-        batch=min(row.batch // 2, 8),
-        steps=3 if row.script == "ppo" else 8,
-    )
+    replace(row, name=f"{row.name} real", model="real", batch=min(row.batch // 2, 8), steps=8)
     for row in CPU[:4]
 ]
 TEXTS = "--max_seq_len 2048 --train_on everything"

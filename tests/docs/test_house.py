@@ -53,6 +53,16 @@ def imported(tree, modules):
     return found & set(modules)
 
 
+def imported_at_last(name):
+    """Returns what a module imports of the house, also by way of others."""
+    found, todo = set(), [name]
+    while todo:
+        new = imported(TREES[todo.pop()], IN_HOUSE) - found
+        found |= new
+        todo += new
+    return found
+
+
 def on_common():
     """Returns the modules that stand on common.py, as the docstring of machinery/ names them."""
     names = re.search(r"On common.py stand: ([\w, ]+)\.", DOOR)[1]
@@ -61,14 +71,17 @@ def on_common():
 
 def test_common_imports_nothing_that_stands_on_it():
     """Also not by way of other files: what a script of one's own needs of common.py stays small."""
-    below, todo = set(), ["common"]
-    while todo:
-        new = imported(TREES[todo.pop()], IN_HOUSE) - below
-        below |= new
-        todo += new
-    assert not below & on_common()
+    assert not imported_at_last("common") & on_common()
     using = {name for name in IN_HOUSE if "common" in imported(TREES[name], ["common"])}
     assert using == on_common()
+
+
+def test_the_readme_says_how_many_files_a_script_imports():
+    """Of machinery/, its __init__.py included."""
+    counts = [len(imported_at_last(name) & {*map(dotted, MACHINERY)}) + 1 for name in SCRIPTS]
+    assert counts[0] == counts[1] and counts[2] == len(MACHINERY)
+    words = f"`ppo.py` imports all of them, the other two {counts[0]}"
+    assert words in (ROOT / "README.md").read_text()
 
 
 def test_nobody_imports_a_script_or_a_tool():
