@@ -37,8 +37,8 @@ Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is paddin
     values at t estimate the reward from token t+1 on, so they are read at the same places (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
 With --samples_per_prompt several responses to a prompt share a row in parts 4 and 6, where
-that is cheaper and the architecture permits it: --share_prompt, drawn in
-machinery/shared_prompts.py.
+that is cheaper and the architecture permits it (--share_prompt). machinery/shared_prompts.py has
+the picture.
 """
 
 import functools
@@ -228,7 +228,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
 def token_rewards(shaped_scores, kl, mask, kl_coef):
     """The reward of each token: the score, less a penalty for KL.  [Ouyang 2022] eq. 2
 
-        r_t = score_t - kl_coef * KL_t      its sum is theirs, without the pretraining loss
+        r_t = score_t - kl_coef * KL_t      summed over a response: theirs, without pretraining
 
     The score of a whole response is placed on its last token, and 0 elsewhere.
     """
@@ -678,7 +678,8 @@ def actor_forward(args, actor, batch):
     """Log-probs and entropy (B, R) of the response tokens. Old and new ones both come from here.
 
     Entropy has a gradient only if --entropy_coef trains on it, which costs memory. Otherwise it is
-    computed once, for the log.
+    computed for the log alone, in one forward of a rollout (and again in its backward, where logits
+    are made in parts).
     """
     mask, temperature = batch.response_mask, args.temperature
     if batch.entropy is not None and not args.entropy_coef:

@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from machinery import folders
 from machinery.zero3 import unwrap_model
 
-# Logits of more bytes than this, counted in fp32, are made in parts of this size. That takes 1.2 to
-# 1.7 times as long as all at once (a trial on two cores: vocabularies of 49,152 and 151,936, 2,048
-# and 4,096 tokens). Smaller parts would take longer: each of them reads and writes the gradient of
-# the whole matrix.
+# Logits of more bytes than this, counted in fp32, are made in parts of this size. That takes longer
+# than all at once, up to 1.7 times in a trial on two cores (vocabularies of 49,152 and 151,936,
+# 2,048 and 4,096 tokens). Smaller parts would take longer: each of them reads and writes the
+# gradient of the whole matrix.
 LARGEST = 2**29
 
 
@@ -34,11 +34,11 @@ def too_many(model, wanted):
 def in_parts(model, wanted, numbers_of):
     """Has the model return numbers_of(logits, wanted) in place of logits, which it makes in parts.
 
-    numbers_of: takes logits (m, V) of m of the wanted tokens, and which ones, again as bool (B, R).
-    It returns (..., B, R): a number for each of these tokens, 0 elsewhere. It is called once in the
-    forward and once more in the backward, so it must give the same both times, each token's numbers
-    must follow from its own logits, and gradients reach these alone.
-    It acts within the output matrix's own forward, so ZeRO-3 gathers the weights as always.
+    numbers_of: takes the logits (m, V) of m of the wanted tokens, and a bool (B, R) that says
+    which. It returns (..., B, R): numbers for these tokens, 0 elsewhere. It is called for each
+    part, in the forward and again in the backward, and must return the same both times. A token's
+    numbers must depend on its own logits alone. No gradient reaches anything else that it uses.
+    All this acts within the output matrix's own forward, so ZeRO-3 gathers the weights as always.
     """
     head = unwrap_model(model).get_output_embeddings()
 

@@ -80,6 +80,20 @@ def test_what_a_model_does_after_its_output_matrix_is_seen(name, monkeypatch):
     same(numbers(model), expected)
 
 
+def test_a_change_in_place_is_seen(tiny_model, monkeypatch):
+    """The same tensor comes back, but not with the same numbers."""
+    plain = tiny_model.forward
+
+    def capped(*inputs, **options):
+        found = plain(*inputs, **options)
+        found.logits.tanh_()
+        return found
+
+    assert output_head.ends_with_head(tiny_model)
+    monkeypatch.setattr(tiny_model, "forward", capped)
+    assert not output_head.ends_with_head(tiny_model)
+
+
 @pytest.mark.parametrize("coef", [0.0, 0.5])
 def test_entropy_comes_from_the_same_parts(coef, tiny_model, monkeypatch):
     """With its gradient where --entropy_coef trains on it."""
