@@ -13,7 +13,7 @@ a model that ignores: test_a_model_that_ignores_positions_or_the_mask_is_refused
 a --vllm_python without: test_what_vllm_cannot_do_is_refused
 a temperature at: test_what_vllm_cannot_do_is_refused
 --vllm_transfer nccl on: test_what_vllm_cannot_do_is_refused
-a --vllm_url where: test_a_server_at_a_url_that_is_not_vllm_is_refused
+a --vllm_url where: test_what_vllm_cannot_do_is_refused
 a vLLM without: test_what_vllm_cannot_do_is_refused
 a vLLM of: test_what_vllm_cannot_do_is_refused
 --vllm_flags that take: test_what_vllm_cannot_do_is_refused

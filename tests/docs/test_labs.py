@@ -66,7 +66,7 @@ def assert_whole(lab):
     commands = {run for chain in lab.chains().values() for run in chain.values()}
     assert len(commands) >= len(lab.arms) * len(lab.seeds)
     for run in commands if not lab.commit else ():  # else its flags have left
-        assert not run.fault or run.fault in faults.FAULTS
+        assert run.fault in ("", *faults.FAULTS)
         if not run.variant:
             kit.parse(run)
 
@@ -100,20 +100,19 @@ def test_a_name_that_nobody_knows_is_refused_and_takes_no_other_lab_away(
     """Before there are runs: a misspelt one would run the unchanged script, or fail at the end of
     all runs. What a field may name is said. None of ours is left out."""
     assert {file.stem for file in (LABS / "declared").glob("*.json")} == set(declared.LABS)
-    (tmp_path / "declared").mkdir()
+    (folder := tmp_path / "declared").mkdir()
     monkeypatch.setattr(declared, "HERE", tmp_path)
-    declare(tmp_path / "declared/good.json")
-    (tmp_path / "declared/torn.json").write_text('{"title": ')
+    declare(folder / "good.json")
+    (folder / "torn.json").write_text('{"title": ')
     wrong = {"topic": "Advantage", "base": "toyy", "measures": ["gold", "gould"], "given": ["mine"]}
     wrong |= {"arms": {"a": {}, "b": {"varient": "cispo"}}, "clam": "misspelt"}
     for field, value in wrong.items():
-        declare(tmp_path / f"declared/{field}.json", **{field: value})
+        declare(folder / f"{field}.json", **{field: value})
     assert list(declared.load_all()) == ["good"]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(wrong) + 1
-    for line, field in zip(said, ["arms", "base", "clam", "given", "measures", "topic", "torn"]):
-        words = {"clam": "clam", "torn": "torn.json"}.get(field, f'"{field}": .* is not among')
-        assert re.search(f"{field}.json .*{words}|{words}", line), line
+    for line, field in zip(said, sorted([*wrong, "torn"]), strict=True):
+        words = {"clam": "clam", "torn": ""}.get(field, f'"{field}": .* is not among')
+        assert re.search(f"{field}.json.*{words}", line), line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,17 +126,14 @@ def test_an_arm_can_have_two_variants(names, tmp_path):
 
 def test_an_arm_can_have_a_variant_and_a_mistake(tmp_path):
     """The mistake is patched into the copy that has the variant, not into the unchanged code."""
-    tree = tmp_path / "tree"
-    runner.apply("band", tree)
+    runner.apply("band", tree := tmp_path / "tree")
     words = runner.Run("ppo", ("--help",), 1, (), "shifted", "band").command(tmp_path)
-    options = {"capture_output": True, "text": True, "cwd": tree, "env": kit.environment({})}
-    assert "--is_band" in subprocess.run(words, **options).stdout
+    assert "--is_band" in kit.start_command(words, cwd=tree).out
 
 
-def new_lab(arms, measures=("gold",), **options):
+def new_lab(arms, **options):
     """Returns a lab on the toy."""
-    measures = dict.fromkeys(measures)
-    return runner.Lab("t", declared.BASES["toy"], arms, measures, **options)
+    return runner.Lab("t", declared.BASES["toy"], arms, {"gold": None}, **options)
 
 
 def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
@@ -149,11 +145,9 @@ def test_a_run_has_one_place_whoever_asks_for_it(tmp_path):
         return new_lab({"a": arm}).chains()["a", seed]["ppo"].folder(tmp_path)
 
     flags = {"ppo": "--clip 0.3 --lam 0.9"}
-    plain = place(flags)
-    assert place({"ppo": "--lam 0.9 --clip 0.3"}) == plain
-    others = [place({"ppo": "--clip 0.3"}), place(flags, 2), place({**flags, "fault": "none"})]
-    others.append(place({**flags, "sft": "--num_train_epochs 9"}))
-    assert len({plain, *others}) == 5
+    arms = flags, {"ppo": "--clip 0.3"}, {**flags, "fault": "none"}, {**flags, "sft": "--seed 9"}
+    assert len({*map(place, arms), place(flags, 2)}) == 5
+    assert place(flags) == place({"ppo": "--lam 0.9 --clip 0.3"})
     assert runner.merged("--a 1 --b 2 3", "--b 4 --c") == ("--a", "1", "--b", "4", "--c")
     sft = runner.Run("sft", ("--max_steps", "2"), 1)
     second = runner.Run("ppo", ("--x", "{sft}"), 2, (("sft", sft),), "shifted")
@@ -177,10 +171,10 @@ def code(tmp_path, monkeypatch):
 def test_a_mended_variant_is_run_anew(code, tmp_path):
     """And so is what starts from its runs. Its page is no part of it, and plain runs stay. While
     runs are made, they and their code are those of the start."""
-    changed = runner.Run("ppo", (), 1, variant="mine")
+    changed, diff = runner.Run("ppo", (), 1, variant="mine"), code / "variants/mine/mine.diff"
     after = runner.Run("ppo", ("--actor_model_name_or_path", "{it}"), 1, (("it", changed),))
-    plain, diff = runner.Run("ppo", (), 1), code / "variants/mine/mine.diff"
-    places = lambda: [run.folder(tmp_path) for run in (plain, changed, after)]  # noqa: E731
+    runs = runner.Run("ppo", (), 1), changed, after
+    places = lambda: [run.folder(tmp_path) for run in runs]  # noqa: E731
     first = places()
     (code / "variants/mine/README.md").write_text("# Mine")
     runner.sources.cache_clear()  # as at a start
@@ -193,9 +187,9 @@ def test_a_mended_variant_is_run_anew(code, tmp_path):
     assert [one == other for one, other in zip(first, places())] == [True, False, False]
 
 
-def of_variant(name):
-    """Returns the chains of a lab with one run of a variant."""
-    return {("a", 1): {"ppo": runner.Run("ppo", (), 1, variant=name)}}
+def make_all_of(variant, root):
+    """Makes the runs of a lab that has one, of a variant."""
+    runner.make_all({("a", 1): {"ppo": runner.Run("ppo", (), 1, variant=variant)}}, root, 1)
 
 
 @pytest.mark.parametrize("name", ["mien", "patch", "mine+mien"])
@@ -205,27 +199,25 @@ def test_a_variant_that_is_not_there_is_refused(name, code, tmp_path, monkeypatc
     (code / "variants/patch/patch.patch").write_text("")
     monkeypatch.setattr(runner, "make", None)
     with pytest.raises(SystemExit, match=f"variants/{name[-5:].strip('+')} has no .diff"):
-        runner.make_all(of_variant(name), tmp_path / "runs", 1)
+        make_all_of(name, tmp_path / "runs")
 
 
 def test_a_copy_of_the_code_belongs_to_one_process(code, tmp_path, monkeypatch):
     """Another one, with other seeds or on another GPU, has its own there. A copy is gone at the
     end, and after a failure it is there to be looked at."""
     root, signs = tmp_path / "runs", []
-    other = root / "tree-mine-1"
-    other.mkdir(parents=True)
+    (other := root / "tree-mine-1").mkdir(parents=True)
     trees = lambda: {*root.glob("tree-mine-*")} - {other}  # noqa: E731
 
     def make(*_):
         signs.extend((tree / "ppo.py").read_text() for tree in trees())
-        return 1.0
+        return 1.0 if len(signs) == 1 else sys.exit("it has failed")
 
     monkeypatch.setattr(runner, "make", make)
-    runner.make_all(of_variant("mine"), root, 1)
+    make_all_of("mine", root)
     assert signs == ["sign = -1\n"] and not trees() and other.exists()
-    monkeypatch.setattr(runner, "make", lambda *_: sys.exit("a run has failed"))
-    with pytest.raises(SystemExit, match="a run has failed"):
-        runner.make_all(of_variant("mine"), root, 1)
+    with pytest.raises(SystemExit, match="it has failed"):
+        make_all_of("mine", root)
     assert trees()
 
 
@@ -244,12 +236,12 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
     """A run that is there costs nothing, one that was interrupted goes on with --resume, one that
     stopped at a NaN is a result, and any other failure ends the lab with the end of its log. After
     Ctrl-C the same command goes on."""
-    run, calls, said = runner.Run("sft", ("--max_steps", "2"), 1), [], ["what it said"]
-    folder = run.folder(tmp_path)
+    run, calls = runner.Run("sft", ("--max_steps", "2"), 1), []
+    folder, said = run.folder(tmp_path), ["what it said", "error: step 2: loss not finite."]
 
     def call(command, stdout, **_):
+        stdout.write(said[len(calls)])
         calls.append(command)
-        stdout.write(said[-1])
         return 1
 
     monkeypatch.setattr(subprocess, "call", call)
@@ -257,10 +249,8 @@ def test_runs_are_skipped_resumed_and_their_end_is_noted(tmp_path, monkeypatch, 
         runner.make(run, tmp_path)
     assert "--resume" not in calls[0] and not run.is_made(tmp_path)
     (folder / "args.json").write_text("{}")
-    said.append("error: step 2: loss not finite.")
-    runner.make(run, tmp_path)
-    assert calls[1][-1] == "--resume"
-    assert json.loads((folder / runner.FINISHED).read_text())["stopped"] is True
+    assert runner.make(run, tmp_path) > 0 and calls[1][-1] == "--resume"
+    assert runner.read(folder / runner.FINISHED)["stopped"] is True
     assert runner.make(run, tmp_path) == 0 and len(calls) == 2
 
     def interrupt(*_):
@@ -285,25 +275,24 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     """Four runs of two steps each, and each actor answers often at its end; the second call makes
     none of them again. The results stand at the end of the declaration, which else stays as it is.
     """
-    few = "--max_steps 2 --log_steps 1"
-    models = "--actor_model_name_or_path {%s} --critic_model_name_or_path {reward}"
-    base = {
-        "sft": f"{few} --num_samples 0",
-        "reward": f"--model_name_or_path {{sft}} {few}",
-        "ppo": f"{models % 'sft'} {few} --num_eval_prompts 4",
-    }
-    again = f"{models % 'ppo'} --max_steps 0 --num_eval_prompts 80"
-    measures = {"gold": ("again", "eval_gold", "last"), "KL": ("ppo", "eval_kl", "last")}
-    lab = runner.Lab("t", base, {"ours": {}, "shifted": {"fault": "shifted"}}, measures, ("gold",))
-    then = {"again": ("ppo", again, "answer_64_times")}
-    lab = replace(lab, then=then, seeds=(1,), predictions=({"says": "s", "arm": "shifted"},))
+    few = " --max_steps 2 --log_steps 1"
+    base = {script: flags + few for script, flags in declared.BASES["toy"].items()}
+    again = base["ppo"].replace("{sft}", "{ppo}") + " --max_steps 0 --num_eval_prompts 80"
+    base["ppo"] += " --num_eval_prompts 4"
+    lab = replace(
+        new_lab({"ours": {}, "shifted": {"fault": "shifted"}}, shown=("gold",), seeds=(1,)),
+        base=base,
+        measures={"gold": ("again", "eval_gold", "last"), "KL": ("ppo", "eval_kl", "last")},
+        then={"again": ("ppo", again, "answer_64_times")},
+        predictions=({"says": "s", "arm": "shifted"},),
+    )
     places = [tmp_path / name for name in ("lab.json", "page.md", "lab.png")]
     places[0].write_text(example())
     places[1].write_text(f"{pages.BEGIN}\n{pages.END}\nafter")
 
     def fork(command, cwd, stdout, **_):
-        at = next(i for i, word in enumerate(command) if word in ("sft.py", "reward.py", "ppo.py"))
-        fault = command[at - 1] if "faults.py" in command[at - 2] else ""
+        at = command.index("--preset") - 1  # before it the script, and before that a fault
+        fault = command[at - 1] if at > 1 else ""
         given = fault, command[at].removesuffix(".py"), command[at + 1 :]
         done = kit.fork(lab_run, 1, *given, cwd=cwd, meet="never")
         stdout.write(done.out + done.err)
@@ -312,9 +301,9 @@ def test_a_lab_at_two_steps_from_its_runs_to_its_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "call", fork)
     pages.study(lab, tmp_path, 1, *places, False)
     monkeypatch.setattr(subprocess, "call", None)
-    said = json.loads(places[0].read_text())
+    said = runner.read(places[0])
     pages.study(lab, tmp_path, 1, *places, False)
-    assert json.loads(places[0].read_text()) == said
+    assert runner.read(places[0]) == said
     found = said.pop("results")
     assert said == json.loads(example())
     assert [result["arm"] for result in found] == ["ours", "shifted"]
@@ -355,12 +344,11 @@ def test_calibration_by_hand():
 
 def test_what_is_measured_of_a_run(tmp_path):
     """By hand, of four evaluations and a last step without one."""
-    golds = {0: 0.5, 4: 0.25, 8: 1.0, 12: 0.75}
-    lines = [*({"step": step, "gold": gold} for step, gold in golds.items()), {"step": 13}]
-    kit.write_lines(tmp_path / "metrics.jsonl", lines)
-    samples = [(0, 1.0), (0, 0.0), (12, 1.0), (12, 0.5), (12, 0.0), (12, 0.0)]
-    lines = [{"step": step, "gold": gold} for step, gold in samples]
-    kit.write_lines(tmp_path / "samples.jsonl", lines)
+    golds = (0, 0.5), (4, 0.25), (8, 1.0), (12, 0.75)
+    samples = (0, 1.0), (0, 0.0), (12, 1.0), (12, 0.5), (12, 0.0), (12, 0.0)
+    for name, pairs in (("metrics", golds), ("samples", samples)):
+        lines = [{"step": step, "gold": gold} for step, gold in pairs]
+        kit.write_lines(tmp_path / f"{name}.jsonl", lines + [{"step": 13}] * (name == "metrics"))
     expected = {"first": 0.5, "last": 0.75, "max": 1.0, "mean": 0.625, 4: 0.25}
     measured = lambda *what: runner.measured({"ppo": tmp_path}, ("ppo", *what))  # noqa: E731
     assert {how: measured("gold", how) for how in expected} == expected
@@ -435,17 +423,19 @@ def test_what_a_prediction_compares():
         result["curve"] = {"gold": [0.1, 1.0, result["values"]["gold"]]}
     lab = new_lab({"a": {}, "b": {}, "c": {"against": "b"}})
 
-    def numbers(**what):
+    for what, numbers in (
+        (dict(arm="b"), [0.2, 0.3]),
+        (dict(arm="c"), [-0.1, -0.3]),
+        (dict(arm="c", to="a"), [0.1, 0.0]),
+        (dict(arm="a", to=0.7), [-0.2, -0.1]),
+        (dict(arm="a", to=0.7, distance=True), [0.2, 0.1]),
+        (dict(arm="b", than="c"), [0.3, 0.6]),
+        (dict(arm=["a", "b"], to=0), [0.6, 0.75]),
+        (dict(arm="a", measure="fall of gold", to=0), [0.5, 0.4]),
+        (dict(arm="c", measure=["gold", "gold before"]), [0.1, 0.1]),
+    ):
         found = runner.compare(lab, results, what)
-        return [round(found[seed], 6) for seed in (3, 2)] if len(found) == 2 else found
-
-    assert numbers(arm="b") == [0.2, 0.3] and numbers(arm="c") == [-0.1, -0.3]
-    assert numbers(arm="c", to="a") == [0.1, 0.0] and numbers(arm="a", to=0.7) == [-0.2, -0.1]
-    assert numbers(arm="a", to=0.7, distance=True) == [0.2, 0.1]
-    assert numbers(arm="b", than="c") == [0.3, 0.6]
-    assert numbers(arm=["a", "b"], to=0) == [0.6, 0.75]
-    assert numbers(arm="a", measure="fall of gold", to=0) == [0.5, 0.4]
-    assert numbers(arm="c", measure=["gold", "gold before"]) == [0.1, 0.1]
+        assert found == pytest.approx(dict(zip((3, 2), numbers))), what
 
 
 def test_a_verdict_says_where_the_interval_lies():
@@ -476,15 +466,6 @@ def test_a_page_shows_what_the_results_say(name):
         # none is empty, beside the line of the best that can be
         assert sum(len(line.get_xdata()) > 0 for line in axis.lines) > 1, axis.get_xlabel()
     assert {result["arm"] for result in results} <= set(lab.arms)
-
-
-def test_texts_are_put_where_the_markers_stand(tmp_path):
-    """Each in its place, on lines of their own or within one, and once more in place of them."""
-    page, (begin, end) = tmp_path / "page.md", (pages.BEGIN, pages.END)
-    page.write_text(f"a\n{begin}\n{end}\nb {begin}{end} c\n")
-    for one, two in (("| x |", "y"), ("| x |\n| z |", "")):
-        pages.put(page, one, two)
-        assert page.read_text() == f"a\n{begin}\n{one}\n{end}\nb {begin}{two}{end} c\n"
 
 
 def test_the_pages_of_all_labs_are_up_to_date():

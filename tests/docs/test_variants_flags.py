@@ -2,7 +2,6 @@
 --compile_decoding."""
 
 import json
-import math
 import sys
 from types import SimpleNamespace
 
@@ -14,8 +13,7 @@ import common
 from machinery import metrics, ranks
 from tests import kit
 from tests.conftest import micro_batch
-from tests.docs.test_variants import patched, tiny_data
-from tests.kit import Knowing
+from tests.docs.test_variants import args_of, loss_of, patched, tiny_data
 from tests.maths.test_against_loops import models_of_stubs
 from tests.tiny_models import KINDS, config_of
 
@@ -31,7 +29,7 @@ def test_the_kl_penalty_follows_its_target(tmp_path):
     for kl, expected in ((6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (-1.0, 0.098)):
         assert script.adapted_kl_coef(0.1, kl, target=6.0) == pytest.approx(expected)
     with kit.refuses("wrong-flag"):
-        script.get_args("--kl_target 2 --kl_coef 0".split())
+        args_of(script, "--kl_target 2 --kl_coef 0")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -42,8 +40,8 @@ def normalizing(tmp_path):
     return patched("normalize-reward", tmp_path)
 
 
-def args_of(script, words="", statistics=(1.0, 4.0)):
-    args = script.get_args(f"--preset toy --kl_coef 0 --whiten 0 {words}".split())
+def scaled(script, *statistics):
+    args = args_of(script, "--kl_coef 0 --whiten 0")
     args.normalize_reward, args.score_statistics = 1, statistics
     return args
 
@@ -52,11 +50,9 @@ def test_scores_can_be_put_on_the_scale_that_step_2_measured(normalizing):
     """Mean 1 and deviation 2 of the held-out responses make of 3 a 1, and of 30 more than the 5 at
     which it is clipped. Scores of single tokens keep their shares: 1 and 2 become 0.5 and
     (2 - 1) / 2."""
-    args, mask = args_of(normalizing, statistics=(1.0, 2.0)), torch.ones(3, 2)
-    last = torch.tensor([[0.0, 1]] * 3)
-    scores = torch.tensor([[0.0, 3], [0, 30], [1, 2]])
-    batch = micro_batch(scores=scores, last=last, response_mask=mask, ended=torch.ones(3))
-    normalizing.set_rewards(args, batch)
+    scores, last = torch.tensor([[0.0, 3], [0, 30], [1, 2]]), torch.tensor([[0.0, 1]] * 3)
+    batch = micro_batch(scores=scores, last=last, response_mask=1, ended=torch.ones(3))
+    normalizing.set_rewards(scaled(normalizing, 1.0, 2.0), batch)
     assert batch.rewards.tolist() == [[0, 1], [0, 5], [0.5, 0.5]]
     assert batch.score_clipped.tolist() == [False, True, False]
 
@@ -64,15 +60,13 @@ def test_scores_can_be_put_on_the_scale_that_step_2_measured(normalizing):
 def test_a_critic_learns_on_the_scale_of_the_rewards(normalizing, monkeypatch):
     """A mean of 1 and a deviation of 4: a value of 1 is 0 there, off by 3, and a step of 1 moves it
     by a quarter. A new head has no scale of its own."""
-    values = torch.ones(1, 1).requires_grad_()
+    values, ones = torch.ones(1, 1).requires_grad_(), torch.ones(1, 1)
     monkeypatch.setattr(common, "values_before_tokens", lambda *_: values)
     monkeypatch.setattr(normalizing, "actor_forward", lambda *_: (1 * values, values))
-    models = models_of_stubs()
+    models, args = models_of_stubs(), scaled(normalizing, 1.0, 4.0)
     models.critic.config = SimpleNamespace(score_statistics=[1.0, 4.0])
-    ones = torch.ones(1, 1)
     batch = micro_batch([0], response_mask=ones, ended=torch.ones(1), advantages=0 * ones)
     batch.old_values, batch.returns = 0 * ones, 3 * ones
-    args = args_of(normalizing)
     means = normalizing.optimizer_step(args, models, [batch], metrics.TokenMeans())
     assert means["critic_loss"] == 0.5 * 3**2 and values.grad.item() == -3 / 4
     models.critic.config = SimpleNamespace()
@@ -81,13 +75,11 @@ def test_a_critic_learns_on_the_scale_of_the_rewards(normalizing, monkeypatch):
 
 def test_a_judge_without_statistics_is_refused(normalizing):
     """It needs those of one reward model, which that model's config.json has."""
-    models = kit.base() / "models"
-    flags = f"--normalize_reward 1 --critic_model_name_or_path {models}"
-    args = normalizing.get_args(f"--preset toy {flags}/measured".split())
-    assert args.score_statistics == [0.1, 0.5]
-    for more in (f"{flags}/reward", f"{flags}/measured --reward_fn recipes/toy/gold.py:gold"):
+    flags = f"--normalize_reward 1 --critic_model_name_or_path {kit.base()}/models"
+    assert args_of(normalizing, f"{flags}/measured").score_statistics == [0.1, 0.5]
+    for more in ("/reward", "/measured --reward_fn recipes/toy/gold.py:gold"):
         with kit.refuses("wrong-flag"):
-            normalizing.get_args(f"--preset toy {more}".split())
+            args_of(normalizing, flags + more)
 
 
 @pytest.mark.slow
@@ -105,22 +97,6 @@ def test_step_2_stores_what_step_3_scales_by(normalizing, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # --is_cap, of async-1 and vllm
 # --------------------------------------------------------------------------------------------------
-ACTORS = torch.tensor([1.0, 0.5, -1.0, 0.0], dtype=torch.float64)  # logits of pi, over four tokens
-SAMPLERS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)  # mu's probabilities
-WORTH = torch.tensor([2.0, -1.0, 0.5, 1.0], dtype=torch.float64)  # the advantage of each token
-
-
-def gradient_under_mu(script, cap):
-    """Returns the gradient of actor_loss, a mean over all tokens as often as mu draws them."""
-    logits = ACTORS.clone().requires_grad_(True)
-    logprobs = logits.log_softmax(-1)[:, None]  # a response of one token each
-    args = SimpleNamespace(clip=0.2, clip_high=None, kl_in="reward", entropy_coef=0, is_cap=cap)
-    given = dict(old_logprobs=logprobs.detach(), advantages=WORTH[:, None])
-    given["per_token"] = {"sampled_logprobs": SAMPLERS.log()[:, None]}
-    loss = script.actor_loss(args, SimpleNamespace(**given), logprobs, None)[0]
-    return torch.autograd.grad((SAMPLERS[:, None] * loss).sum(), logits)[0]
-
-
 @pytest.mark.parametrize("name", ["async-1", "vllm"])
 def test_importance_weights_make_the_gradient_that_of_the_actors_own_responses(
     name, tmp_path, monkeypatch
@@ -129,9 +105,17 @@ def test_importance_weights_make_the_gradient_that_of_the_actors_own_responses(
     the gradient is that of the expected advantage under pi; without them it is another. With a low
     cap they are too small."""
     monkeypatch.syspath_prepend(tmp_path / "tree")
-    script, logits = patched(name, tmp_path), ACTORS.clone().requires_grad_(True)
-    wanted = torch.autograd.grad(-(logits.softmax(-1) * WORTH).sum(), logits)[0]
-    gaps = [(gradient_under_mu(script, cap) - wanted).abs().max() for cap in (math.inf, None, 1.5)]
+    script, gaps = patched(name, tmp_path), []
+    numbers = [1.0, 0.5, -1.0, 0.0], [0.1, 0.2, 0.3, 0.4], [2.0, -1.0, 0.5, 1.0]
+    logits, mu, worth = torch.tensor(numbers, dtype=torch.float64)[..., None].unbind()
+    logprobs = logits.requires_grad_().log_softmax(0)
+    [wanted] = torch.autograd.grad(-(logprobs.exp() * worth).sum(), logits, retain_graph=True)
+    given = dict(old_logprobs=logprobs.detach(), advantages=worth)
+    for words in "--is_cap inf", "", "--is_cap 1.5":
+        mus = {"sampled_logprobs": mu.log()}
+        loss = loss_of(script, words, logprobs, per_token=mus, **given)[0]
+        [found] = torch.autograd.grad((mu * loss).sum(), logits, retain_graph=True)
+        gaps.append((found - wanted).abs().max())
     assert gaps[0] < 1e-9 and min(gaps[1:]) > 0.05
 
 
@@ -145,7 +129,7 @@ def test_a_stop_text_ends_a_response(tmp_path, tiny_model, tokenizer):
     prompts = [dict(prompt_ids=ids, row=i, sample=0) for i, ids in enumerate(([5, 6, 7], [8, 9]))]
 
     def responses(*stop):
-        args = script.get_args(["--preset", "toy", "--max_answer_seq_len", "10", "--seed", "1"])
+        args = args_of(script, "--max_answer_seq_len 10 --seed 1")
         args.stop = stop
         rows = script.roll_out(args, tiny_model, tokenizer, prompts, 1, 2)
         return [(row["response_ids"], row["ended"]) for row in rows]
@@ -174,6 +158,7 @@ def compiling(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "tree")
     monkeypatch.delitem(sys.modules, "compiled", raising=False)
     script = patched("compiled-decoding", tmp_path)
+    script.flags_of_tests = args_of(script, "--compile_decoding 1 --rollout_batch_size 4")
     attention = script.compiled.sdpa_attention
     for attribute in ("is_torchdynamo_compiling", "use_gqa_in_sdpa"):
         monkeypatch.setattr(attention, attribute, getattr(attention, attribute))
@@ -181,57 +166,50 @@ def compiling(tmp_path, monkeypatch):
     sys.modules.pop("compiled")
 
 
-def model_of(kind):
+def tried(script, kind):
+    """Returns a model that has static caches."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_of(kind, vocab_size=VOCAB)).eval()
+    model = AutoModelForCausalLM.from_config(config_of(kind, vocab_size=VOCAB)).eval()
+    script.compiled.try_it(script.flags_of_tests, model, no_end(), script.sample)
+    return model
 
 
 def no_end(eos=-1):
-    return Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=eos), range(VOCAB))
-
-
-def args_of_rollout(script, rows=4):
-    words = f"--preset toy --compile_decoding 1 --rollout_batch_size {rows}"
-    return script.get_args(words.split())
+    return kit.Knowing(SimpleNamespace(pad_token_id=0, eos_token_id=eos), range(VOCAB))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ("llama", "gpt2", "opt") if kind in KINDS])
 def test_a_static_cache_gives_the_same_tokens(kind, compiling):
     """Without a compiler: prompts padded to 64 slots, all rows and an empty one to the end, twice
     in the one cache that was tried at the start."""
-    model, args = model_of(kind), args_of_rollout(compiling)
+    model = tried(compiling, kind)
+    [_], caches = model.static_caches, model.static_caches
     ids, mask = common.pad([[5, 6, 7, 8, 9], [10], [11, 12, 13]], 0)
-    compiling.compiled.try_it(args, model, no_end(), compiling.sample)
-    [_], tried = model.static_caches, model.static_caches
     for step, eos in ((0, -1), (1, 7)):
-        found = []
-        for model.static_caches in ({}, tried):
-            uniforms = kit.uniforms(3, 16, step)
-            responses, *_ = compiling.sample(args, model, no_end(eos), ids, mask, uniforms)
-            found.append(responses.tolist())
+        given, found = (no_end(eos), ids, mask, kit.uniforms(3, 16, step)), []
+        for model.static_caches in ({}, caches):
+            found.append(compiling.sample(compiling.flags_of_tests, model, *given)[0].tolist())
         assert found[0] == found[1] and len({*map(tuple, found[0])}) == 3
 
 
 def test_a_compiled_step_that_is_wrong_is_refused_on_all_ranks(compiling, monkeypatch):
     """Tokens are drawn with a static cache and scored without one. One rank's failure is
     everybody's, as a rank that went on alone would wait forever."""
-    compiled, given = compiling.compiled, (no_end(), compiling.sample)
-    model, args, right = model_of("gpt2"), args_of_rollout(compiling), compiled.next_logits
+    right = compiling.compiled.next_logits
     wrong = lambda model, inputs, cache: right(model, inputs.roll(1, 0), cache)  # noqa: E731
     with monkeypatch.context() as changed, kit.refuses("compile-decoding") as caught:
-        changed.setattr(compiled, "next_logits", wrong)
-        compiled.try_it(args, model, *given)
+        changed.setattr(compiling.compiled, "next_logits", wrong)
+        tried(compiling, "gpt2")
     assert "nats a token" in str(caught.value)
     monkeypatch.setattr(ranks, "all_gather_objects", lambda errors: [*errors, "no memory there"])
     with kit.refuses("compile-decoding"):
-        compiled.try_it(args, model_of("gpt2"), *given)
+        tried(compiling, "gpt2")
 
 
 def test_what_was_not_tried_is_decoded_without_a_static_cache(compiling):
     """More rows than --rollout_batch_size, longer prompts, or longer responses. And a sharded actor
     is refused."""
-    model, args = model_of("llama"), args_of_rollout(compiling)
-    compiling.compiled.try_it(args, model, no_end(), compiling.sample)
+    model, args = tried(compiling, "llama"), compiling.flags_of_tests
     width, most = max(model.static_caches), args.max_answer_seq_len
     for more in (0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1):
         rows, length, count = (x + y for x, y in zip((4, width, most), more))
@@ -239,4 +217,4 @@ def test_what_was_not_tried_is_decoded_without_a_static_cache(compiling):
         cache = compiling.compiled.new_cache(args, model, ids, torch.ones_like(ids), count)
         assert isinstance(cache, compiling.compiled.Cache) == (not any(more))
     with kit.refuses("compile-decoding-shards"):
-        compiling.get_args("--preset toy --compile_decoding 1 --zero_stage 3".split())
+        args_of(compiling, "--compile_decoding 1 --zero_stage 3")

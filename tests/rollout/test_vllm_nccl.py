@@ -3,8 +3,6 @@
 import base64
 import ctypes
 import queue
-import shutil
-import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -128,50 +126,40 @@ def test_nobody_waits_for_who_does_not_come(fault, words, sender):
     assert "/finish_weight_update" not in worker.asked
 
 
-STAND_IN = """
-#include <string.h>
-typedef struct { char internal[128]; } Id;
-long seen[9];
-int ncclGetUniqueId(Id *id) { for (int i = 0; i < 128; i++) id->internal[i] = i; return 0; }
-int ncclCommInitRank(void **comm, int size, Id id, int rank) {
-  long sum = 0;
-  for (int i = 0; i < 128; i++) sum += id.internal[i];
-  seen[0] = size; seen[1] = rank; seen[2] = sum;
-  *comm = (void *)0x7f0000000123;
-  return size == 1 ? 5 : 0;
-}
-static int noted(const void *from, void *to, size_t count, int type, int arg, void *comm, void *s) {
-  seen[3] = from == to; seen[4] = ((char *)from)[0]; seen[5] = count; seen[6] = type;
-  seen[7] = arg; seen[8] = comm == (void *)0x7f0000000123 && s == (void *)0x7f0000000456;
-  return 0;
-}
-int ncclAllReduce(const void *a, void *b, size_t n, int t, int op, void *c, void *s)
-{ return noted(a, b, n, t, op, c, s); }
-int ncclBroadcast(const void *a, void *b, size_t n, int t, int root, void *c, void *s)
-{ return noted(a, b, n, t, root, c, s); }
-"""
+def test_the_library_is_called_as_nccl_h_declares_it(monkeypatch):
+    """The id by value, 64 bits of size and pointers, in its order. An error that it returns is
+    raised."""
+    asked, pointer, number = [], ctypes.c_void_p, ctypes.c_int
 
+    class Library:
+        def __getattr__(self, name):
+            def function(*given):
+                asked.append([name, *given])
+                if name == "ncclGetUniqueId":
+                    ctypes.memmove(given[0], UNIQUE, 128)
+                return 5 if name == "ncclCommInitRank" and given[1].value == 1 else 0
 
-@pytest.mark.skipif(not shutil.which("cc"), reason="it takes a C compiler")
-def test_the_library_is_called_as_nccl_h_declares_it(tmp_path, monkeypatch):
-    """With a library of the same declarations: the id by value, 64 bits of size and pointers."""
-    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
-    source.write_text(STAND_IN)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    real = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(tmp_path / name)))
+            return function
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnccl.so.2": Library()}[name])
     nccl, stream = vllm_nccl.Nccl(), SimpleNamespace(cuda_stream=0x7F0000000456)
-    seen = (ctypes.c_long * 9).in_dll(nccl.library, "seen")
+    nccl.comm.value = 0x7F0000000123
     assert nccl.unique_id() == UNIQUE
     nccl.join(3, UNIQUE)
-    assert [*seen][:3] == [3, 0, sum(UNIQUE)]
-    for send, dtype, number in (
-        (nccl.all_reduce, torch.float32, 7),
-        (nccl.broadcast, torch.bfloat16, 9),
-        (nccl.broadcast, torch.float16, 6),
+    name, comm, *given = asked[-1]
+    assert name == "ncclCommInitRank" and comm._obj is nccl.comm
+    assert [*map(type, given)] == [number, vllm_nccl.UniqueId, number]
+    assert (given[0].value, bytes(given[1]), given[2].value) == (3, UNIQUE, 0)
+    for expected, send, dtype, kind in (
+        ("ncclAllReduce", nccl.all_reduce, torch.float32, 7),
+        ("ncclBroadcast", nccl.broadcast, torch.bfloat16, 9),
+        ("ncclBroadcast", nccl.broadcast, torch.float16, 6),
     ):
-        tensor = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
-        send(tensor, stream)
-        assert [*seen][3:] == [1, tensor.view(torch.int8)[0], 3, number, 0, 1]
+        send(tensor := torch.ones(3, dtype=dtype), stream)
+        name, *given = asked[-1]
+        types = pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer
+        assert (name, *map(type, given)) == (expected, *types)
+        ends = [nccl.comm.value, stream.cuda_stream]
+        assert [x.value for x in given] == [*[tensor.data_ptr()] * 2, 3, kind, 0, *ends]
     with pytest.raises(RuntimeError, match="ncclCommInitRank gives NCCL's error 5"):
         nccl.join(1, UNIQUE)

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 LOCK = threading.Lock()
@@ -39,33 +40,27 @@ class Routes(http.server.BaseHTTPRequestHandler):
     """What the server knows are attributes of this class: it has one process."""
 
     name, room, fault, model, version, config = "", 0, "", None, "default", {}
-    adapters = set()  # names
-    number = itertools.count()
-    open, loads = 0, 0  # requests that are being answered; weights that were loaded
+    adapters, number = set(), itertools.count()  # names of adapters; of requests
+    open = 0  # requests that are being answered
 
     def do_GET(self):
         if self.path == "/weight_info":
             return self.answer({"weight_version": self.version})
         if self.path.startswith("/server_info"):
             return self.answer(server_info(self.config))
-        if self.path == "/load":  # for tests alone
-            return self.answer({"open": Routes.open, "loads": Routes.loads})
         assert self.path == "/v1/models"
-        model = {"id": self.name, "max_model_len": self.room}
-        self.answer({"data": [model]})
+        self.answer({"data": [{"id": self.name, "max_model_len": self.room}]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/collective_rpc":
             assert body["method"] == "load_folder"
             self.load(body["kwargs"]["folder"])
-        elif self.path == "/v1/load_lora_adapter":
+        elif self.path.endswith("load_lora_adapter"):
+            loads = self.path == "/v1/load_lora_adapter"
             # In place vLLM would read them again at every token; it keeps those that it has
-            assert body["lora_name"] not in self.adapters and "load_inplace" not in body
-            self.adapters.add(body["lora_name"])
-            self.answer(b"Success")
-        elif self.path == "/v1/unload_lora_adapter":
-            self.adapters.remove(body["lora_name"])
+            assert loads == (body["lora_name"] not in self.adapters) and "load_inplace" not in body
+            self.adapters ^= {body["lora_name"]}
             self.answer(b"Success")
         elif self.path == "/reset_prefix_cache":
             self.answer({"success": self.fault != "cached" and not Routes.open})
@@ -74,10 +69,8 @@ class Routes(http.server.BaseHTTPRequestHandler):
             self.answer({"success": True})
         else:
             assert self.path == "/inference/v1/generate"
-            if self.adapters:  # those of before are unloaded, unless another run came between
-                assert body["model"] in self.adapters and len(self.adapters) <= 2
-            else:
-                assert body["model"] == self.name
+            # Adapters of before are unloaded, unless another run came between
+            assert body["model"] in (self.adapters or {self.name}) and len(self.adapters) <= 2
             with LOCK:
                 Routes.open += 1
             answer = self.generate(body["token_ids"], body["sampling_params"])
@@ -89,8 +82,11 @@ class Routes(http.server.BaseHTTPRequestHandler):
         if self.fault == "unloadable":
             return self.answer({"error": f"{folder}: no weights"}, 500)
         if self.fault == "model" or (self.fault == "keeps" and not Routes.model):
-            Routes.model = load_model(folder)
-        Routes.loads += 1
+            import torch
+            from transformers import AutoModelForCausalLM
+
+            torch.set_num_threads(1)  # one thread samples as one row of several would
+            Routes.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.answer({"results": [None]})
 
     def generate(self, ids, params):
@@ -103,11 +99,10 @@ class Routes(http.server.BaseHTTPRequestHandler):
             at_once = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
             os.close(self.connection.fileno())
-        if self.fault == "in-line":  # as vLLM with --max-num-seqs=1
-            with LINE:
-                time.sleep(1.2)
-        time.sleep({"hangs": 60, "orphaned": 60, "reset": 60, "late": 1}.get(self.fault, 0))
-        tokens, logprobs, why = TOKENS, LOGPROBS, "stop"
+        with LINE if self.fault == "in-line" else nullcontext():  # as with --max-num-seqs=1
+            slow = {"hangs": 60, "orphaned": 60, "reset": 60, "late": 1, "in-line": 1.2}
+            time.sleep(slow.get(self.fault, 0))
+        tokens, logprobs, why = TOKENS, LOGPROBS, "length" if self.fault == "short" else "stop"
         if self.fault == "counts":
             tokens = [next(self.number), *TOKENS[1:]]
         if self.fault in ("model", "keeps"):
@@ -119,8 +114,7 @@ class Routes(http.server.BaseHTTPRequestHandler):
             logprobs = [-0.5, -9999.0, -1.5]
         content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
-        choice["finish_reason"] = "length" if self.fault == "short" else why
-        return {"choices": [choice]}
+        return {"choices": [{**choice, "finish_reason": why}]}
 
     def answer(self, body, code=200):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -135,27 +129,14 @@ class Routes(http.server.BaseHTTPRequestHandler):
 
 def server_info(config):
     """Returns what vLLM says of itself. config: flags, as in its command; device; env."""
-    model = {
-        "dtype": f"torch.{config['dtype']}",
-        "logprobs_mode": config["logprobs-mode"],
-        "generation_config": config["generation-config"],
-    }
-    others = {
+    model = {name.replace("-", "_"): value for name, value in config.items()}
+    found = {
+        "model_config": {**model, "dtype": f"torch.{config['dtype']}"},
         "device_config": {"device": config.get("device", "cpu")},
         "scheduler_config": {"enable_chunked_prefill": config.get("in-parts", False)},
         "lora_config": config.get("lora"),
     }
-    config_of_all = {"model_config": model, **others}
-    return {"vllm_config": config_of_all, "vllm_env": config.get("env", {})}
-
-
-def load_model(folder):
-    """Returns the model of a folder. One thread samples as one row of several would."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    return {"vllm_config": found, "vllm_env": config.get("env", {})}
 
 
 def sampled(model, ids, params):
@@ -180,10 +161,7 @@ def sampled(model, ids, params):
 
 
 def main():
-    flags = dict(
-        word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word
-    )
-    Routes.config = flags
+    Routes.config = flags = dict(word[2:].split("=", 1) for word in sys.argv if "=" in word)
     Routes.name, Routes.room = flags["served-model-name"], int(flags["max-model-len"])
     Routes.fault = os.environ.get("VLLM_STUB", "")
     if Routes.fault == "ends":

@@ -6,7 +6,6 @@ costs 2 bytes for itself, 2 for its gradient, 12 for its optimizer states (fp32 
 Stage 1 divides the 12 by the devices, 2 the gradient, 3 the 2.
 """
 
-import importlib
 import json
 import re
 import sys
@@ -33,14 +32,19 @@ WEIGHTS = 1_315_758_080
 DATA = ["--data_path", "x"]
 
 
+def saved(folder, config):
+    """Returns a folder that has a model's config, and no weights."""
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory):
-    """The config of facebook/opt-1.3b, and no weights."""
+    """facebook/opt-1.3b"""
     shape = dict(hidden_size=D, ffn_dim=4 * D, num_hidden_layers=24, num_attention_heads=32)
     shape |= dict(word_embed_proj_dim=D, vocab_size=50272, max_position_embeddings=2048)
-    folder = tmp_path_factory.mktemp("opt-1.3b")
-    OPTConfig(architectures=["OPTForCausalLM"], **shape).save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("opt-1.3b"), OPTConfig(**shape))
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +116,9 @@ def test_ppos_phases_by_hand(tmp_path):
     rows of 20 + 12 tokens, 2 bytes each; with --rollout_batch_size fewer rows at a time. One
     micro-batch, one update, no dropout: one forward scores and trains, and keeps activations."""
     shape = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=600)
-    config = LlamaConfig(architectures=["LlamaForCausalLM"], num_key_value_heads=2, **shape)
-    config.save_pretrained(tmp_path)
+    saved(tmp_path, LlamaConfig(num_key_value_heads=2, **shape))
     for flags, rows in (([], 5), (["--rollout_batch_size", 2], 2)):
-        args, models = ppo_models(tmp_path, *flags)
-        phases = memory.count(args, models, 1)
+        phases = memory.count(*ppo_models(tmp_path, *flags), 1)
         assert phases["generate"]["KV cache"] == 2 * 3 * 2 * 16 * rows * (20 + 12) * 2
         assert phases["train"]["KV cache"] == 0
 
@@ -139,8 +141,7 @@ def test_activations_agree_with_the_known_formula(tmp_path):
     fused. Fused and without dropout less; and the mask of 512 positions, 2 bytes each, is kept once
     for all layers: in each of them it would be 4 more."""
     off = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, activation_function="gelu")
-    shape = dict(n_embd=256, n_layer=6, n_head=4, vocab_size=600)
-    GPT2Config(architectures=["GPT2LMHeadModel"], **shape, **off).save_pretrained(tmp_path)
+    saved(tmp_path, GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=600, **off))
     row = memory.sizes_of(sft_args(tmp_path)).kept_by_row
     assert 30 < row / 6 / 512 / 256 < 34
 
@@ -149,26 +150,28 @@ def test_checkpointing_and_offload_move_what_they_should(opt):
     """Activations shrink with layers that are computed twice, and with fewer rows; optimizer
     states, gradients and weights leave the device. But DeepSpeed (0.19.8) keeps the fp32 sum of
     bf16 gradients there, and makes it whole when the first gradients are reduced."""
-    base, less, half = (
-        count(sft_args(opt, *flags))["train"]["activations"]
-        for flags in ([], ["--gradient_checkpointing"], ["--per_device_train_batch_size", 4])
-    )
-    assert less < base / 5 and half == base / 2
+
+    def held(words="", phase="train", cpu=False):
+        return count(sft_args(opt, *words.split()), cpu=cpu)[phase]
+
+    def activations(words=""):
+        return held(words)["activations"]
+
+    base, single = activations(), "--gradient_accumulation_steps 1"
+    assert activations("--gradient_checkpointing") < base / 5
+    assert activations("--per_device_train_batch_size 4") == base / 2
     sizes = memory.sizes_of(sft_args(opt, "--max_seq_len", 128))
     assert sizes.shared == 2 * 128**2, "the mask of a row, which every layer has"
-    single = ["--gradient_accumulation_steps", 1]
-    moved = count(sft_args(opt, "--adam_offload", *single))["update"]
+    moved = held(f"--adam_offload {single}", "update")
     assert moved["optimizer"] == moved["gradients"] == 0 and moved["host"] >= 12 * WEIGHTS / 8
-    summed = count(sft_args(opt, "--adam_offload", "--gradient_accumulation_steps", 2))["train"]
+    summed = held("--adam_offload --gradient_accumulation_steps 2")
     assert summed["optimizer"] == 0 and summed["gradients"] == 4 * WEIGHTS / 8
-    assert count(sft_args(opt, *single))["train"]["gradients"] == 4 * WEIGHTS / 8
-    on_cpu = count(sft_args(opt, *single), cpu=True)["train"]["gradients"]
-    assert on_cpu == 0, "its pages are not written yet"
+    assert held(single)["gradients"] == 4 * WEIGHTS / 8
+    assert held(single, cpu=True)["gradients"] == 0, "its pages are not written yet"
     for flags in ([], ["--gradient_accumulation_steps", 2]):  # a step ends without them
         phases = memory.count(*ppo_models(opt, "--zero_stage", 2, *flags), 8)
-        sums = [phases[name]["gradients"] > 0 for name in ("generate", "score", "train", "update")]
-        assert sums == [False, False, True, True]
-    assert count(sft_args(opt, "--zero_stage", 3, "--offload"))["train"]["weights"] == 0
+        assert [parts["gradients"] > 0 for parts in phases.values()] == [False, False, True, True]
+    assert held("--zero_stage 3 --offload")["weights"] == 0
 
 
 # ---- The program ----
@@ -191,13 +194,11 @@ def test_it_says_whether_it_fits(opt, capsys):
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """The config of Qwen/Qwen2.5-0.5B, and no weights."""
+    """Qwen/Qwen2.5-0.5B"""
     shape = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, vocab_size=151936)
     shape |= dict(num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=32768)
-    folder = tmp_path_factory.mktemp("qwen2.5-0.5b")
-    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, **shape)
-    config.save_pretrained(folder)
-    return str(folder)
+    config = Qwen2Config(tie_word_embeddings=True, **shape)
+    return saved(tmp_path_factory.mktemp("qwen2.5-0.5b"), config)
 
 
 @pytest.mark.slow
@@ -251,9 +252,9 @@ def test_the_estimates_of_the_page_are_those_of_today(tmp_path, monkeypatch):
         bench_inside.full_rows(tmp_path, row["size"])
         words = FLAGS_OF[row["script"]].format(folder=tmp_path, **row.groupdict()) + row["flags"]
         monkeypatch.setenv("WORLD_SIZE", row["ranks"])
-        args = importlib.import_module(row["script"]).get_args(words.split())
-        models = estimate.SCRIPTS[row["script"]][1](args)
-        found = memory.count(args, models, int(row["ranks"]), cpu=True)
+        script, models_of = estimate.SCRIPTS[row["script"]]
+        args = script.get_args(words.split())
+        found = memory.count(args, models_of(args), int(row["ranks"]), cpu=True)
         shown = re.findall(r"(\w+) ([\d.]+) / ([\d.]+)", row[0])
         expected = {phase: sum(parts.values()) / 2**30 for phase, parts in found.items()}
         own = {phase: float(number) for phase, number, _ in shown}

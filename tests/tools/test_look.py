@@ -20,7 +20,7 @@ from tools.report import answers, numbers, page, pictures, runs, samples, text, 
 
 # ---- What it computes ----
 def pair(chosen, rejected, *lengths):
-    names = ("chosen_score", "rejected_score", "chosen_length", "rejected_length")
+    names = "chosen_score", "rejected_score", "chosen_length", "rejected_length"
     return dict(zip(names, (chosen, rejected, *(lengths or (5, 5)))))
 
 
@@ -48,9 +48,8 @@ def test_a_judge_is_surer_than_it_is_right_or_could_be_surer(tmp_path):
 def test_accuracy_by_length_by_hand():
     """Differences in length -4, -1, 0, 1, 3: the median of the sizes 1, 1, 3, 4 is 3. The judge is
     right where the chosen response is longer: it prefers length."""
-    lengths = [(1, 5), (4, 5), (5, 5), (6, 5), (8, 5)]
-    scores = [(0, 1), (0, 1), (1, 1), (1, 0), (1, 0)]
-    pairs = numbers.table_of([pair(*both, *sizes) for both, sizes in zip(scores, lengths)])
+    given = (0, 1, 1, 5), (0, 1, 4, 5), (1, 1, 5, 5), (1, 0, 6, 5), (1, 0, 8, 5)
+    pairs = numbers.table_of([pair(*each) for each in given])
     found = numbers.by_length(pairs)
     assert [*found.index] == "3+ shorter,shorter,equal,longer,3+ longer".split(",")
     assert [*found.share] == [0, 0, 0.5, 1, 1]
@@ -58,23 +57,23 @@ def test_accuracy_by_length_by_hand():
     assert (longer["judge"], longer["chosen"], longer["count"]) == (1, 0.5, 4)
 
 
-def sample(prompt, response, reward=None, gold=None, step=0):
-    row = dict(step=step, prompt=prompt, response=response, reward=reward, gold=gold)
-    return {name: value for name, value in row.items() if value is not None}
+def sample(prompt, response, reward=1, gold=1, step=0):
+    return dict(step=step, prompt=prompt, response=response, reward=reward, gold=gold)
 
 
 def test_a_prompt_that_is_there_twice_keeps_its_responses_apart():
-    before, after = [[sample("?", x, i, 1) for i, x in enumerate(texts)] for texts in ("ab", "cd")]
-    found = numbers.changes(before, after)
+    """Else each of the first evaluation would stand beside each of the last one."""
+    both = [[sample("?", x, i) for i, x in enumerate(texts)] for texts in ("ab", "cd")]
+    found = numbers.changes(*both)
     assert [*found.response_before + found.response_after] == ["ac", "bd"]
 
 
 def test_gamed_samples_come_first_the_worst_of_them_at_the_top():
     """Reward rose and gold fell: the judge was exploited. The deeper gold fell the higher the row,
     and of equal falls the higher rise of the reward. Others keep their order."""
-    before = [sample(name, "", 0, 1) for name in "abcdef"]
-    after = [(1, 1), (1, 0.5), (2, 0), (3, 0), (-1, 0), (1, 2)]
-    after = [sample(name, "", *scores) for name, scores in zip("abcdef", after)]
+    scores = dict(a=(1, 1), b=(1, 0.5), c=(2, 0), d=(3, 0), e=(-1, 0), f=(1, 2))
+    after = [sample(name, "", *each) for name, each in scores.items()]
+    before = [sample(name, "", 0) for name in scores]
     found = numbers.ordered(numbers.changes(before, after))
     assert "".join(found.prompt) == "dcbaef"
     assert [*found.gamed] == [True] * 3 + [False] * 3
@@ -123,8 +122,8 @@ RISING = [0, 0, 1, 1, 2, 2]
 
 def answered(*texts, reward=(0, 0), gold=(0, 0)):
     """Returns samples of two evaluations: the same texts, with a reward and a gold score each."""
-    both = [(0, reward[0], gold[0]), (9, reward[1], gold[1])]
-    return [sample(str(i), t, *scores, at) for at, *scores in both for i, t in enumerate(texts)]
+    both = zip(reward, gold, (0, 9))
+    return [sample(str(i), t, *scores) for scores in both for i, t in enumerate(texts)]
 
 
 def token(reward, kl=(0.0, 0.0), logprobs=(-1.0, -1.0)):
@@ -278,23 +277,25 @@ def test_verdicts_by_hand(tmp_path):
 def test_where_ppo_begins_by_hand(tmp_path):
     """With the SFT model's prompts, and responses like its own: of 2 words, with a gold of 1. What
     all prompts of a step end with is its template."""
-    why = [f"Why {i}?\nAnswer:" for i in range(8)]
-    sft = run_with(tmp_path, metrics=[], samples=[sample(p, "So so.", 1, 1, 9) for p in why])
-    reached = set()
-    for status, prompts, response, gold, step in (
-        ("healthy", why, "So so.", 1, 0),
-        ("watch", why, "So so.", 0, 0),  # worse
-        ("watch", why, "So so so so so.", 1, 0),  # longer
-        ("watch", [p.replace("\nAnswer:", "") for p in why], "So so.", 1, 0),  # another template
-        ("not known", why, "So so.", 1, 5),  # no samples of the start
+
+    def begun(end="\nAnswer:", response="So so.", gold=1, step=0):
+        found = [sample(f"Why {i}?{end}", response, 1, gold, step) for i in range(8)]
+        return run_with(tmp_path, metrics=[], samples=found)
+
+    sft, reached = begun(step=9), set()
+    for status, run in (
+        ("healthy", begun()),
+        ("watch", begun(gold=0)),  # worse
+        ("watch", begun(response="So so so so so.")),  # longer
+        ("watch", begun(end="")),  # another template
+        ("not known", begun(step=5)),  # no samples of the start
     ):
-        found = [sample(p, response, 1, gold, step) for p in prompts]
-        run = run_with(tmp_path, metrics=[], samples=found)
-        assert verdicts.judged(verdicts.beginning, run, sft)[0] == status, (response, gold)
+        assert verdicts.judged(verdicts.beginning, run, sft)[0] == status, run.samples[0]
         reached.add(verdicts.beginning(run, sft)[0])
     sft.samples = sft.samples[:3]
-    assert verdicts.judged(verdicts.beginning, run, sft)[0] == "not known"
-    assert reached | {"few"} == {*verdicts.cases()["beginning"]}
+    assert verdicts.judged(verdicts.beginning, begun(), sft)[0] == "not known"
+    reached.add(verdicts.beginning(begun(), sft)[0])
+    assert reached == {*verdicts.cases()["beginning"]}
 
 
 def test_where_the_rewards_of_tokens_are_wrong_that_comes_first(tmp_path):
@@ -325,9 +326,9 @@ def make_run(folder, script="ppo", steps=12, response="So."):
     (folder / "args.json").write_text(json.dumps(dict(script=script, data_fingerprint="x")))
     rows = [dict(step=i, reward=i / 4, gold=i / 9, loss=1 / (i + 1)) for i in range(steps)]
     kit.write_lines(folder / "metrics.jsonl", rows)
-    ends = [(0, 0.1, 1.0), (steps - 1, 0.9, 0.5)]
-    found = [sample("Why?", response, reward, gold, at) for at, reward, gold in ends]
-    found += [sample("How?", "By boat.", 0.2, 0.4, at) for at, *_ in ends]
+    ends = (0.1, 1.0, 0), (0.9, 0.5, steps - 1)
+    found = [sample("Why?", response, *scores) for scores in ends]
+    found += [sample("How?", "By boat.", 0.2, 0.4, at) for *_, at in ends]
     kit.write_lines(folder / "samples.jsonl", found)
     tokens = dict(text=[" So", response, "<eos>"], logprob=[0.5, -0.25, 0.125])
     kit.write_lines(folder / "tokens.jsonl", [dict(one, sample=0, tokens=tokens) for one in found])
@@ -419,17 +420,16 @@ def test_one_prompt_is_answered_by_all_models(tmp_path):
     """From what the runs have written down: base is SFT's step 0, SFT is PPO's step 0. A model of
     other data has no place beside them. A chat, which is logged as JSON, is read turn by turn."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Who "he"?'}]
-    asked, read = json.dumps(chat), 'system: Be brief.\n\nuser: Who "he"?'
-    ppo, sft = make_run(tmp_path / "ppo"), make_run(tmp_path / "sft", script="sft")
-    for folder, texts in ((ppo, ["SFT's", "PPO's"]), (sft, ["base's"])):
-        lines = [sample(asked, text, step=9 * i) for i, text in enumerate(texts)]
-        kit.write_lines(folder / "samples.jsonl", lines)
+    for script, texts in (("ppo", ["SFT's", "PPO's"]), ("sft", ["base's"])):
+        lines = [sample(json.dumps(chat), text, step=9 * i) for i, text in enumerate(texts)]
+        kit.write_lines(make_run(tmp_path / script, script) / "samples.jsonl", lines)
     for data, names in ((None, ["base", "SFT", "PPO"]), (["other"], ["SFT", "PPO"])):
         args = dict(script="sft", data_fingerprint="x", data_path=data)
-        (sft / "args.json").write_text(json.dumps(args))
+        (tmp_path / "sft/args.json").write_text(json.dumps(args))
         [one] = answers.asked(runs.find([tmp_path]))
-        found = [(answer["name"], answer["response"]) for answer in one["answers"]]
-        assert found == [(name, f"{name}'s") for name in names] and one["prompt"] == read
+        found = {answer["name"]: answer["response"] for answer in one["answers"]}
+        assert [*found.items()] == [(name, f"{name}'s") for name in names]
+        assert one["prompt"] == 'system: Be brief.\n\nuser: Who "he"?'
     for words in ("[3]", "[", "[]", "{}", '"user"', "null", '[{"role": "user"}]'):
         assert text.spoken(words) == words
 

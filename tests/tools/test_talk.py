@@ -51,6 +51,11 @@ def flags(trained):
     return flags_of(trained / "actor", trained / "actor")
 
 
+@pytest.fixture
+def writer(flags):
+    return writers_of(flags())[0]
+
+
 @pytest.fixture(scope="module")
 def judge(flags, trained):
     return models.Judge(flags(), str(trained / "judge"))
@@ -111,24 +116,22 @@ def test_responses_are_those_of_a_rollout(flags, tokenizer):
     alone or in a batch, and what differs between two models is theirs."""
     args = flags()
     first, second = writers_of(args)
-    texts = ["Who?", "What is a fox?", "Why?"]
+    texts = "Who?", "What is a fox?", "Why?"
     prompts = [first.prompt(args, i, text) for i, text in enumerate(texts)]
 
-    def ids(writer, prompts, step, show=None):
-        return [row["response_ids"] for row in writer.answers(args, prompts, step, show)]
+    def ids(rows):
+        return [row["response_ids"] for row in rows]
 
-    rolled = ppo.roll_out(args, first.model, tokenizer, prompts, 0, 3)
-    found, shown = ids(first, prompts, 0), []
-    assert found == [row["response_ids"] for row in rolled]
-    assert ids(second, prompts[1:2], 0, shown.append) == found[1:2]  # as it grows, too
+    found, shown = ids(first.answers(args, prompts, 0)), []
+    assert found == ids(ppo.roll_out(args, first.model, tokenizer, prompts, 0, 3))
+    grown = second.answers(args, prompts[1:2], 0, shown.append)  # the text as it grows, too
+    assert ids(grown) == found[1:2] != ids(second.answers(args, prompts[1:2], 1))
     assert shown[-1] == tokenizer.decode(found[1][:-1], skip_special_tokens=True)
-    assert ids(second, prompts, 1) != found
 
 
-def test_scores_are_stock_transformers_scores(flags, judge, trained):
+def test_scores_are_stock_transformers_scores(flags, writer, judge, trained):
     """Of prompt and response as they were sampled, in the order of the rows, equal ones equal."""
     args = flags()
-    writer = writers_of(args)[0]
     prompts = [writer.prompt(args, i, text) for i, text in enumerate(["What is a fox?", "Why?"])]
     answers = writer.answers(args, prompts, 0)
     answers.append(answers[0])
@@ -138,16 +141,14 @@ def test_scores_are_stock_transformers_scores(flags, judge, trained):
 
 
 @pytest.mark.parametrize("ended", [1.0, 0.0])
-def test_a_judge_with_other_tokens_reads_the_text(flags, judge, trained, tmp_path, ended):
+def test_a_judge_with_other_tokens_reads_the_text(flags, writer, judge, trained, tmp_path, ended):
     """Ids of another vocabulary would be other words. EOS follows only where the model wrote it."""
-    args = flags()
-    folder = shutil.copytree(trained / "judge", tmp_path / "judge")
+    args, folder = flags(), shutil.copytree(trained / "judge", tmp_path / "judge")
     state = json.loads((folder / "tokenizer.json").read_text())
     vocab = state["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    other, writer = models.Judge(args, str(folder)), writers_of(args)[0]
-    row = writer.prompt(args, 0, ASKED)
+    other, row = models.Judge(args, str(folder)), writer.prompt(args, 0, ASKED)
     row.update(response_ids=writer.tokenizer("ab ba").input_ids, text="ab ba", ended=ended)
     prompt, response = other.read(writer, row)
     assert other.tokenizer.decode(prompt) == "\n\nHuman: Who are you?\n\nAssistant:"
@@ -157,10 +158,9 @@ def test_a_judge_with_other_tokens_reads_the_text(flags, judge, trained, tmp_pat
 
 
 def test_a_judge_with_a_template_reads_a_dialogue_that_is_text_as_messages(
-    flags, judge, monkeypatch
+    flags, writer, judge, monkeypatch
 ):
     """As it was trained on one. What it cannot read is refused in words."""
-    writer = writers_of(flags())[0]
     row = writer.prompt(flags(), 0, "\n\nHuman: Who?\n\nAssistant:")
     ids = writer.tokenizer(" A fox. <eos>").input_ids
     row.update(text=" A fox. ", response_ids=ids, ended=1.0)
@@ -172,35 +172,34 @@ def test_a_judge_with_a_template_reads_a_dialogue_that_is_text_as_messages(
         judge.read(writer, row)
 
 
-def test_a_chat_model_ends_where_stock_generate_does(chat_folder, flags, tmp_path):
+def test_a_chat_model_ends_where_stock_generate_does(chat_folder, flags, writer, tmp_path):
     """Its template writes the prompt, also of a dialogue that is text, as ppo.py does with HH; a
     response ends at any EOS of generation_config.json. A model without a template gets the text."""
     args = flags_of(chat_folder)()
-    [writer] = writers_of(args)
-    row = writer.prompt(args, 0, "\n\nHuman: Who are you?\n\nAssistant:")
-    ids = writer.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
-    assert row["chat"] and row["prompt_ids"] == ids == writer.prompt(args, 0, ASKED)["prompt_ids"]
-    plain = writers_of(flags())[0].prompt(flags(), 0, row["asked"])
+    [chats] = writers_of(args)
+    row = chats.prompt(args, 0, "\n\nHuman: Who are you?\n\nAssistant:")
+    ids = chats.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
+    assert row["chat"] and row["prompt_ids"] == ids == chats.prompt(args, 0, ASKED)["prompt_ids"]
+    plain = writer.prompt(flags(), 0, row["asked"])
     assert plain["prompt"] == row["asked"] and not plain["chat"]
-    [before] = writer.answers(args, [row], 0)
+    [before] = chats.answers(args, [row], 0)
     end = before["response_ids"][2]
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
-    writer = models.Writer(args, str(folder))
-    assert writer.answers(args, [row], 0)[0]["response_ids"] == before["response_ids"]
-    word = AddedToken(writer.tokenizer.convert_ids_to_tokens(end), special=True)
-    writer.tokenizer.add_tokens([word], special_tokens=True)  # only such a token ends a response
-    [after] = writer.answers(args, [row], 0)
+    chats = models.Writer(args, str(folder))
+    assert chats.answers(args, [row], 0)[0]["response_ids"] == before["response_ids"]
+    word = AddedToken(chats.tokenizer.convert_ids_to_tokens(end), special=True)
+    chats.tokenizer.add_tokens([word], special_tokens=True)  # only such a token ends a response
+    [after] = chats.answers(args, [row], 0)
     assert after["response_ids"] == before["response_ids"][:3] and after["ended"]
 
 
-def test_a_prompt_that_is_too_long_keeps_its_end(flags):
+def test_a_prompt_that_is_too_long_keeps_its_end(flags, writer):
     """The question stands there; the response may have half of the model's positions."""
-    args = flags()
-    writer = writers_of(args)[0]
-    whole = writer.prompt(args, 0, "What is a fox? " * 9)
+    args, text = flags(), "Who are you? " + "What is a fox? " * 9
+    whole = writer.prompt(args, 0, text)
     writer.positions = 12
-    cut = writer.prompt(args, 0, "What is a fox? " * 9)
+    cut = writer.prompt(args, 0, text)
     assert cut["prompt_ids"] == whole["prompt_ids"][-6:] and cut["cut"] and not whole["cut"]
     with kit.refuses("prompt-refused"):  # without a token there is nothing to answer
         writer.prompt(args, 0, "")
@@ -215,8 +214,7 @@ def test_prompts_of_a_file_end_in_a_table(trained, tmp_path, capsys):
     gold, out, actor = tmp_path / "gold.py", tmp_path / "out.jsonl", trained / "actor"
     gold.write_text("def f(prompts, completions, answer, **_): return [len(a) for a in answer]\n")
     job = [actor, actor, "--reward", trained / "judge", "--prompts", data, "--out", out]
-    job = [*map(str, [*job, "--gold_fn", f"{gold}:f", "--num", 0]), *SHORT]
-    talk.main(job)
+    talk.main([*map(str, job), "--gold_fn", f"{gold}:f", "--num", "0", *SHORT])
     assert capsys.readouterr().out.splitlines()[-1].count("0.500 [0.125, 0.875]") == 2
     found = kit.read_lines(out)
     assert [line["prompt"] for line in found] == [row["prompt"] for row in rows] * 2
@@ -260,8 +258,7 @@ def test_each_subset_of_pairs_has_an_accuracy_of_its_own():
 def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
     """--score: the row as it was, its own columns too, and the scores of stock transformers."""
     folder = shutil.copytree(trained / "judge", tmp_path / "judge")
-    tokenizer = folders.load_tokenizer(str(chat_folder))
-    tokenizer.save_pretrained(folder)
+    (tokenizer := folders.load_tokenizer(str(chat_folder))).save_pretrained(folder)
     data, out = kit.write_lines(tmp_path / "data.jsonl", [row, row]), tmp_path / "out.jsonl"
     job = ["--reward", folder, "--score", data, "--out", out, "--num", 1, "--dtype", "fp32"]
     talk.main([*map(str, job)])
@@ -273,31 +270,46 @@ def test_rows_of_a_file_are_scored(trained, chat_folder, tmp_path, row, scored):
 
 
 # ---- A dialogue ----
-def typed(talking, monkeypatch, *lines):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    talking.run()
+@pytest.fixture
+def session_of(monkeypatch):
+    """session_of(flags, judge): a Session; typed(a line, ...) is what is typed in it."""
+
+    def start(flags, judge=None):
+        talking = session.Session(flags, writers_of(flags()), judge)
+
+        def typed(*lines):
+            monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+            talking.run()
+
+        talking.typed = typed
+        return talking
+
+    return start
 
 
-def test_a_dialogue_goes_on_from_each_models_own_words(flags, judge, monkeypatch, capsys):
+def said(history):
+    return [message["content"] for message in history]
+
+
+def test_a_dialogue_goes_on_from_each_models_own_words(flags, judge, session_of, capsys):
     """Questions, /retry, /undo, /reset: what the models are given is what was said."""
-    talking = session.Session(flags, writers_of(flags()), judge)
-    typed(talking, monkeypatch, "Who are you?", "/retry", "And \\", "now?")
+    talking = session_of(flags, judge)
+    talking.typed("Who are you?", "/retry", "And \\", "now?")
     first, second = talking.histories
-    said = [message["content"] for message in first]
-    assert [said[0], said[2]] == ["Who are you?", "And \nnow?"] and first == second
+    assert said(first)[::2] == ["Who are you?", "And \nnow?"] and first == second
     assert capsys.readouterr().out.count("(reward ") == 6
     second[1] = {"role": "assistant", "content": " Other words"}
-    typed(talking, monkeypatch, "/undo", "Go on")
+    talking.typed("/undo", "Go on")
     prompt = "\n\nHuman: Who are you?\n\nAssistant: Other words\n\nHuman: Go on\n\nAssistant:"
     assert talking.prompts[1]["prompt"] == prompt and len(talking.histories[0]) == 4
-    typed(talking, monkeypatch, "/reset", "Hi")
+    talking.typed("/reset", "Hi")
     assert talking.prompts[1]["prompt"] == "\n\nHuman: Hi\n\nAssistant:"
 
 
-def test_ctrl_c_stops_a_response_and_no_more(flags, monkeypatch):
+def test_ctrl_c_stops_a_response_and_no_more(flags, session_of):
     """The question is as if it had never been asked, and after /retry question and responses are as
     they were; the next one is answered."""
-    talking = session.Session(flags, writers_of(flags()))
+    talking = session_of(flags)
     writer = talking.writers[1]
     own = writer.answers
 
@@ -306,43 +318,40 @@ def test_ctrl_c_stops_a_response_and_no_more(flags, monkeypatch):
         raise KeyboardInterrupt
 
     writer.answers = interrupted
-    typed(talking, monkeypatch, "Who?", "What?")
-    asked = [[message["content"] for message in history[::2]] for history in talking.histories]
-    assert asked == [["What?"], ["What?"]]
+    talking.typed("Who?", "What?")
+    assert [said(history)[::2] for history in talking.histories] == [["What?"], ["What?"]]
     before, writer.answers = json.dumps(talking.histories), interrupted
-    typed(talking, monkeypatch, "/retry")
+    talking.typed("/retry")
     assert json.dumps(talking.histories) == before
 
 
-def test_a_chat_goes_through_the_template(chat_folder, monkeypatch, capsys):
+def test_a_chat_goes_through_the_template(chat_folder, session_of, capsys):
     """Spaces at the ends of a response are not part of a message. A question that spells a special
     token is refused, as a run drops such a row, and the dialogue goes on."""
-    flags = flags_of(chat_folder)
-    talking = session.Session(flags, writers_of(flags()))
-    typed(talking, monkeypatch, "Hi <eos>")
+    talking = session_of(flags_of(chat_folder))
+    talking.typed("Hi <eos>")
     assert "spells a special token" in capsys.readouterr().err and talking.histories == [[]]
-    typed(talking, monkeypatch, "Hi")
+    talking.typed("Hi")
     talking.histories[0][1]["content"] = " Hello."
-    typed(talking, monkeypatch, "Who?")
+    talking.typed("Who?")
     ids = talking.prompts[0]["prompt_ids"]
     text = "<user>Hi<eos><assistant>Hello.<eos><user>Who?<eos><assistant>"
     assert talking.writers[0].tokenizer.decode(ids) == text and ids.count(1) == 3
 
 
-def test_settings_are_ppos_flags_with_its_types_and_ranges(flags, monkeypatch, capsys):
+def test_settings_are_ppos_flags_with_its_types_and_ranges(flags, session_of, capsys):
     """A wrong one changes nothing. (What is mistyped is refused in words: tests/promises.py.)"""
-    talking = session.Session(flags, writers_of(flags()))
-    wrong = ["/set temperature hot", "/set temperature 0", "/set models x"]
-    typed(talking, monkeypatch, *wrong)
+    talking = session_of(flags)
+    talking.typed("/set temperature hot", "/set temperature 0", "/set models x")
     assert capsys.readouterr().err.count("error: ") == 3 and vars(talking.args) == vars(flags())
-    typed(talking, monkeypatch, "/set temperature 0.5", "/quit", "never read")
+    talking.typed("/set temperature 0.5", "/quit", "never read")
     assert (talking.args.temperature, talking.turn) == (0.5, 0)
 
 
-def test_save_writes_what_sft_reads(flags, monkeypatch, tmp_path):
+def test_save_writes_what_sft_reads(flags, session_of, tmp_path):
     """One dialogue of each model is a line of messages."""
-    talking, file = session.Session(flags, writers_of(flags())), tmp_path / "said.jsonl"
-    typed(talking, monkeypatch, "Who?", f"/save {file}")
+    talking, file = session_of(flags), tmp_path / "said.jsonl"
+    talking.typed("Who?", f"/save {file}")
     for line, history in zip(kit.read_lines(file), talking.histories, strict=True):
         assert line["messages"] == history
         assert formats.read_row(line).response == history[1]["content"]
