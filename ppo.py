@@ -36,9 +36,8 @@ Token layout of one row, P = 3 (left-padded), R = 4 (right-padded; '-' is paddin
         the N * T tokens of all rows, these are `logit_places` (common.Layout)             (B, R)
     values at t estimate the reward from token t+1 on, so they are read at the same places (B, R)
     response_mask is 1 on y0, y1, eos. The score is placed on eos (on the last token if it was cut).
-With --samples_per_prompt several responses to a prompt share a row in parts 4 and 6, where
-that is cheaper and the architecture permits it (--share_prompt). machinery/shared_prompts.py has
-the picture.
+With --samples_per_prompt several responses to a prompt share a row in parts 4 and 6, where that is
+cheaper and the architecture permits it (--share_prompt): drawn in machinery/shared_prompts.py.
 """
 
 import functools
@@ -850,7 +849,7 @@ def optimizer_step(args, models, minibatch, means):
 
     means: metrics.TokenMeans of the step. Returns the means of this update, {name: number}.
     """
-    actor, critic = models.actor, models.critic
+    actor, critic, engines = models.actor, models.critic, models.engines.values()
     masks = [trained_mask(args, batch) for batch in minibatch]  # (B, R) each
     weights, divisor = loss_weights(args, masks)
     if critic:
@@ -881,7 +880,6 @@ def optimizer_step(args, models, minibatch, means):
             loss_sum = (critic_loss * mask).sum()
             critic.backward(loss_sum * common.mean_factor(critic, token_count))
 
-        engines = models.engines.values()
         patches.skip_together(args, engines)  # fp16: if either overflows, both skip
         for engine in engines:
             engine.step()  # moves weights at the minibatch's last micro-batch

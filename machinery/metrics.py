@@ -82,8 +82,8 @@ def per_response(batch):
     """Returns {name: (B,)}, once a micro-batch is scored: a metric's value for each response.
 
     Add your own metrics here: metrics.jsonl has their means, evaluations and samples.jsonl those
-    that evaluation.reported names, and the screen what COLUMNS names. `batch.responses` hold
-    the texts, the data's other columns, and what several judges said of them: reward_1_NAME, ...
+    that evaluation.reported names, and the screen what COLUMNS names. `batch.responses` hold the
+    texts, the data's other columns, and what several judges said of them: reward_1_NAME, ...
     """
     found = {"reward": batch.scores.sum(-1)}  # the log's name for a response's score
     if batch.gold is not None:

@@ -73,8 +73,8 @@ def sizes_of(args, head=False):
     with torch.device("meta"):  # where peft can add adapters
         model = kind.from_config(config, **options)
         lora.add_adapters(model, args, path, "score" if head else None)
-        in_parts = not (head or args.tensor_parallel_size > 1 or args.deepcompile)
-        in_parts &= output_head.ends_with_head(model)
+        whole = head or args.tensor_parallel_size > 1 or args.deepcompile
+        in_parts = not whole and output_head.ends_with_head(model)
     trained = zero3.count_parameters(model, training=True)
     text = config.get_text_config()
     shared = [key for key in saved if times[key] >= max(text.num_hidden_layers, 4)]

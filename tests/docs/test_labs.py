@@ -174,7 +174,10 @@ def test_a_mended_variant_is_run_anew(code, tmp_path):
     changed, diff = runner.Run("ppo", (), 1, variant="mine"), code / "variants/mine/mine.diff"
     after = runner.Run("ppo", ("--actor_model_name_or_path", "{it}"), 1, (("it", changed),))
     runs = runner.Run("ppo", (), 1), changed, after
-    places = lambda: [run.folder(tmp_path) for run in runs]  # noqa: E731
+
+    def places():
+        return [run.folder(tmp_path) for run in runs]
+
     first = places()
     (code / "variants/mine/README.md").write_text("# Mine")
     runner.sources.cache_clear()  # as at a start
