@@ -300,6 +300,7 @@ def load_model(args, tokenizer=None, value_head=None):
         whole = flags.with_flags(args, tensor_parallel_size=1)  # layers are split later
         partitioned = HfDeepSpeedConfig(ds_config(whole, 1))
         patches.compare_whole_weights()
+        patches.quicken_linear()
         model = source.read(kind, **options)
         patches.forget_unused_names(model)
     else:

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["sft", "reward", "ppo"]
 WEIGHTS = {  # bytes of code
-    "machinery": 164_600,
+    "machinery": 164_900,
     "tools": 150_600,
     "course/labs": 44_200,
 }

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero import linear
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from machinery import patches
@@ -88,6 +89,30 @@ class Overflowing:
 
     def has_overflow(self):
         return self.overflows
+
+
+def test_deepspeeds_linear_takes_the_long_way_without_a_backward(monkeypatch):
+    """That ours takes its place: test_sharded_generation_equals_the_plain_model."""
+    calls = []
+    monkeypatch.setattr(linear.LinearFunctionForZeroStage3, "apply", lambda *x: calls.append(x))
+    with torch.no_grad():
+        linear.zero3_linear_wrap(torch.ones(1, 2), torch.ones(3, 2))
+    assert calls, "it takes the short way now: quicken_linear may go"
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 7)])
+@pytest.mark.parametrize("shape", [(5, 33), (2, 5, 33), (0, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_quick_product_has_the_same_bits(shape, bias, dtype):
+    """Old log-probs come without a backward, new ones with it: their ratio must be exactly 1."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(7, 33, dtype=dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    with torch.no_grad():
+        quick = patches.quick_linear(x, weight, bias)
+    slow = patches.quick_linear(x, weight.requires_grad_(True), bias)
+    assert "LinearFunctionForZeroStage3" in type(slow.grad_fn).__name__ and quick.grad_fn is None
+    assert quick.equal(slow)
 
 
 @pytest.mark.parametrize("dtype, boundary", [("fp16", True), ("fp16", False), ("bf16", True)])
