@@ -294,7 +294,8 @@ def end_of_turn(tokenizer):
     """Returns the special token with which the chat template ends the assistant's turn, else EOS.
 
     It is another than EOS for Gemma (<end_of_turn>) and the base models of Qwen (<|im_end|>). What
-    a template writes only where nothing follows is the end of the chat: Phi's <|endoftext|>.
+    a template writes only where nothing follows is the end of the chat: Phi's <|endoftext|>. Where
+    the tokenizer lacks the template's token, the end is text, and the screen says so.
     """
     turns, ends = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}], []
     with contextlib.suppress(Exception):  # there is no template, or it refuses such a chat
@@ -303,6 +304,8 @@ def end_of_turn(tokenizer):
             ends.append(text.rpartition("ANSWER")[2])
     end = os.path.commonprefix(ends)
     known = [t for t in tokenizer.get_added_vocab() if t in end]
+    if end.strip() and not known:
+        ranks.say(f"warning: {end.strip()!r} ends a turn, and is no token: responses hold it")
     return max(known, key=lambda t: end.rfind(t) + len(t), default=tokenizer.eos_token)
 
 

@@ -294,6 +294,20 @@ def test_an_end_of_turn_is_special_even_if_its_tokenizer_does_not_say_so(tokeniz
     assert "spells a special token" in row["drop"]
 
 
+def test_an_end_of_turn_that_is_text_is_said(tokenizer, tmp_path, capsys):
+    """As where a base model got a chat template and not its tokens: each response is learned with
+    these letters before its EOS, and a reward function reads them at its end."""
+    own = with_template(tokenizer, CHATML.replace("im_end", "turn_end"))
+    own.save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=len(own)).save_pretrained(tmp_path)
+    assert folders.load_tokenizer(tmp_path, in_chats=True).eos_token == "<eos>"
+    assert "'<|turn_end|>' ends a turn, and is no token" in capsys.readouterr().out
+    folders.load_tokenizer(tmp_path)
+    with_template(tokenizer, TEMPLATE).save_pretrained(tmp_path)
+    folders.load_tokenizer(tmp_path, in_chats=True)  # a line break ends a turn
+    assert not capsys.readouterr().out
+
+
 def test_a_chat_that_spells_a_special_token_is_left_out(tokenizer, tmp_path, capsys):
     """In what a template writes it would be that token: a user who writes <eos> would end a turn,
     and a name may do so, too. In every step, also where the chat was text. Such rows are counted.
