@@ -72,13 +72,16 @@ def quicken_linear():
     deepspeed.zero.partition_parameters.zero3_linear_wrap = quick_linear
 
 
-def quick_linear(x, weight, bias=None):
-    """Returns nn.functional.linear as DeepSpeed computes it under ZeRO-3, to the bit."""
+def quick_linear(input, weight, bias=None):
+    """Returns nn.functional.linear as DeepSpeed computes it under ZeRO-3, to the bit.
+
+    The parameters have PyTorch's names, which some callers use (peft's HRA).
+    """
     if torch.is_grad_enabled():
-        return deepspeed.runtime.zero.linear.zero3_linear_wrap(x, weight, bias)
-    if x.dim() == 2 and bias is not None:
-        return torch.addmm(bias, x, weight.t())
-    out = x.matmul(weight.t())
+        return deepspeed.runtime.zero.linear.zero3_linear_wrap(input, weight, bias)
+    if input.dim() == 2 and bias is not None:
+        return torch.addmm(bias, input, weight.t())
+    out = input.matmul(weight.t())
     return out if bias is None else out.add_(bias)
 
 
