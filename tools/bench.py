@@ -50,7 +50,6 @@ class Row:
     batch: int = 0  # rows, pairs or responses of a step, over all ranks
     steps: int = 0
     samples: int = 1  # responses to each prompt
-    accumulation: int = 1
     ranks: int = 1
     dtypes: str = "fp32 bf16"
 
@@ -69,7 +68,7 @@ UNITS = {
 }
 ALL = """--preset opt-1.3b --data_path {work}/data-{data} --output_dir {work}/out --dtype {dtype}
     --zero_stage 0 --num_train_epochs 1 --num_warmup_steps 0 --lr_scheduler_type constant
-    --gradient_accumulation_steps {accumulation} --per_device_eval_batch_size {rows} """
+    --gradient_accumulation_steps 1 --per_device_eval_batch_size {rows} """
 LEARN = """--per_device_train_batch_size {rows} --learning_rate {rate} --weight_decay 0
     --dropout 0 """
 FLAGS = {
@@ -94,10 +93,9 @@ CPU = [
     Row("sft", "sft", "--max_seq_len 512", "ours trl trl+len", batch=8, steps=16),
     Row("reward", "reward", "--max_seq_len 512", batch=4, steps=16),
     Row("ppo", "ppo", SHORT, batch=8, steps=6),
-    # The peer of these two is TRL's GRPOTrainer, of a TRL that --peer_python can name: 1.14.2, the
-    # last that on a CPU makes no logits of prompts.
+    # The peer is TRL's GRPOTrainer, of a TRL that --peer_python can name: 1.14.2, the last that on
+    # a CPU makes no logits of prompts.
     Row("grpo", "ppo", GRPO, batch=32, samples=4, steps=6),
-    Row("grpo accumulation", "ppo", GRPO, batch=32, samples=4, steps=6, accumulation=8),
     Row("zero3", "ppo", f"{SHORT} --zero_stage 3", batch=8, steps=12, ranks=2, dtypes="fp32"),
     *(
         Row(f"decode {n} rows", "decode", f"--rows {n} --prompt 128 --answer 64", "ours generate")
@@ -109,7 +107,6 @@ REAL = [  # with --model
     for row in CPU[:4]
 ]
 TEXTS = "--max_seq_len 2048 --train_on everything"
-PAIRS = "--max_seq_len 2048"
 LONG = "--max_prompt_seq_len 256 --max_answer_seq_len 256 --gradient_checkpointing"
 DECODE = "--prompt 256 --answer 256 --rows"
 SAVING = "--zero_stage 2 --gradient_checkpointing"
@@ -118,7 +115,7 @@ SMALL = ("opt-1.3b", "llama-1b")
 GPU = [  # each is meant to fit one device of 80 GB: python tools/estimate.py says by how much
     *(Row(f"sft {m}", "sft", TEXTS, "ours", m, 8, 8) for m in SMALL),
     Row("sft llama-3b", "sft", f"{TEXTS} {SAVING}", "ours", "llama-3b", 4, 8),
-    *(Row(f"reward {m}", "reward", PAIRS, "ours", m, 4, 8) for m in SMALL),
+    *(Row(f"reward {m}", "reward", "--max_seq_len 2048", "ours", m, 4, 8) for m in SMALL),
     *(
         Row(f"decode {m} {n} rows", "decode", f"{DECODE} {n}", "ours generate", m)
         for m in (*SMALL, "llama-7b")
@@ -144,7 +141,7 @@ def flags_of(row, work, dtype, smoke=False):
     # untrained one; PPO takes a tenth.
     rate = (1e-3 if row.model == "tiny" else 1e-5) / (10 if row.script == "ppo" else 1)
     names = {**asdict(row), "work": work, "model": f"{work}/{row.model}", "data": row.data}
-    names |= {"rows": row.batch // row.ranks // row.accumulation, "rate": rate, "dtype": dtype}
+    names |= {"rows": row.batch // row.ranks, "rate": rate, "dtype": dtype}
     text = FLAGS.get(row.script, "") + row.flags + SMOKE.get(row.script, "") * smoke
     return [word.format(**names) for word in text.split()]
 
@@ -202,6 +199,8 @@ def measure(args, row, dtype, side):
         found |= of_metrics(out, row)
     if result.exists():
         found |= json.loads(result.read_text())
+    if "seconds" in found:
+        found["rate"] = found["work"] / sum(found["seconds"])
     if side.startswith("trl") and row.script != "ppo":
         found |= quality_of_peer(args, row, flags)
     return {"name": row.name, "unit": UNITS[row.script], "dtype": dtype, "side": side, **found}
@@ -211,12 +210,12 @@ def of_metrics(folder, row):
     """Returns what a run's metrics.jsonl says of all steps but the first."""
     lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
     steps = [line for line in lines if "seconds" in line][1:]
-    seconds = sum(line["seconds"] for line in steps)
+    seconds = [line["seconds"] for line in steps]
     work = row.batch * len(steps)
     if row.script == "sft":
         work = sum(line["tokens_per_second"] * line["seconds"] for line in steps)
     flops = 1e12 * row.ranks * sum(line["tflops"] * line["seconds"] for line in steps)
-    found = {"rate": work / seconds, "flops": flops / work, "step": seconds / len(steps)}
+    found = {"work": work, "seconds": seconds, "flops": flops / work}
     if row.script != "ppo":
         return {**found, "quality": evaluated(lines)}
     found["phases"] = {
@@ -248,9 +247,9 @@ def table(records):
     """Returns the table of records, in Markdown: a line for each row, dtype and peer."""
     limits = {r["dtype"]: r for r in records if r["name"] == "machine"}
     lines = [
-        "| workload | dtype | ours | peer | ratio, round by round | limit | ours / limit "
-        "| quality ours; peer | GB ours; peer | whole process, s |",
-        "|" + " --- |" * 10,
+        "| workload | dtype | ours | peer | ratio, round by round | fastest steps | limit "
+        "| ours / limit | quality ours; peer | GB ours; peer | whole process, s |",
+        "|" + " --- |" * 11,
     ]
     sides = {}
     for r in records:
@@ -260,6 +259,7 @@ def table(records):
         ours = found.pop("ours", [])
         for peer, theirs in (found or {"-": []}).items():
             cells = [name, dtype, rate_of(ours), f"{peer} {rate_of(theirs)}", ratio(ours, theirs)]
+            cells.append(fastest(ours, theirs))
             cells += limit_of(ours, limits.get(dtype))
             for show in (quality, lambda r: f"{r['gb']:.2f}", lambda r: f"{r['wall']:.0f}"):
                 cells.append("; ".join(show(side[-1]) if side else "" for side in (ours, theirs)))
@@ -270,7 +270,8 @@ def table(records):
         if "phases" in r:
             phases = ", ".join(f"{phase} {x:.3f}" for phase, x in r["phases"].items())
             name = f"{r['name']} {r['dtype']} {r['side']}"
-            lines.append(f"\n{name}: of a step of {r['step']:.3f} s, {phases}")
+            step = statistics.fmean(r["seconds"])
+            lines.append(f"\n{name}: of a step of {step:.3f} s, {phases}")
     return "\n".join(lines) + "\n"
 
 
@@ -288,6 +289,14 @@ def ratio(ours, theirs):
     pairs = sorted(a["rate"] / b["rate"] for a, b in zip(ours, theirs))
     each = ", ".join(f"{pair:.3f}" for pair in pairs)
     return f"{statistics.median(pairs):.3f} ({each})" if pairs else ""
+
+
+def fastest(ours, theirs):
+    """Returns the ratio if each step had taken what it took in its fastest round: a busy neighbour
+    slows some steps of a round, and seldom the same step of all rounds."""
+    sides = [*zip(*zip(ours, theirs))]  # of the rounds that both finished
+    rates = [s[0]["work"] / sum(map(min, zip(*(r["seconds"] for r in s)))) for s in sides]
+    return f"{rates[0] / rates[1]:.3f}" if rates else ""
 
 
 def limit_of(records, machine):

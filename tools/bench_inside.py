@@ -255,7 +255,8 @@ def decode(side, model, dtype, *words):
     token_bytes = (weights + cached * kept) * dtype.itemsize
     products = weights * size.answer + (weights - head) * size.prompt
     return {
-        "rate": work / statistics.median(seconds[1:]),  # the first warms up
+        "work": work,
+        "seconds": [statistics.median(seconds[1:])],  # the first warms up
         "flops": 2 * size.rows * products / work,
         "reading_seconds": token_bytes / read_rate(token_bytes) / size.rows,
     }

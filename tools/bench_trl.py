@@ -145,7 +145,6 @@ def main(result, side, script, *flags):
         bf16=args.dtype == "bf16",
         num_train_epochs=1,
         per_device_train_batch_size=rows_of_step,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
         gradient_checkpointing=False,
         learning_rate=args.actor_learning_rate if step3 else args.learning_rate,
         lr_scheduler_type="constant",
@@ -181,10 +180,9 @@ def main(result, side, script, *flags):
 
         trainer.data_collator = collate_and_count
     trainer.train()
-    steps = len(clock.seconds)
+    steps, seconds = len(clock.seconds), clock.seconds[1:]
     done = done or [len(rows) * args.samples_per_prompt / steps] * steps
-    found = {"rate": sum(done[1:steps]) / sum(clock.seconds[1:])}
-    found["step"] = statistics.fmean(clock.seconds[1:])
+    found = {"work": sum(done[1:steps]), "seconds": seconds}
     if step3:
         names = ("objective/scores", "objective/kl") if kind is ppo else ("reward", "kl")
         log = [line for line in trainer.state.log_history if names[0] in line]
