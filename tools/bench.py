@@ -199,8 +199,7 @@ def measure(args, row, dtype, side):
         found |= of_metrics(out, row)
     if result.exists():
         found |= json.loads(result.read_text())
-    if "seconds" in found:
-        found["rate"] = found["work"] / sum(found["seconds"])
+    found["rate"] = found["work"] / sum(found["seconds"])
     if side.startswith("trl") and row.script != "ppo":
         found |= quality_of_peer(args, row, flags)
     return {"name": row.name, "unit": UNITS[row.script], "dtype": dtype, "side": side, **found}
@@ -270,8 +269,7 @@ def table(records):
         if "phases" in r:
             phases = ", ".join(f"{phase} {x:.3f}" for phase, x in r["phases"].items())
             name = f"{r['name']} {r['dtype']} {r['side']}"
-            step = statistics.fmean(r["seconds"])
-            lines.append(f"\n{name}: of a step of {step:.3f} s, {phases}")
+            lines.append(f"\n{name}: of a step of {statistics.fmean(r['seconds']):.3f} s, {phases}")
     return "\n".join(lines) + "\n"
 
 
@@ -294,7 +292,7 @@ def ratio(ours, theirs):
 def fastest(ours, theirs):
     """Returns the ratio if each step had taken what it took in its fastest round: a busy neighbour
     slows some steps of a round, and seldom the same step of all rounds."""
-    sides = [*zip(*zip(ours, theirs))]  # of the rounds that both finished
+    sides = [*zip(*zip(ours, theirs))]  # as many rounds of the one as of the other
     rates = [s[0]["work"] / sum(map(min, zip(*(r["seconds"] for r in s)))) for s in sides]
     return f"{rates[0] / rates[1]:.3f}" if rates else ""
 
